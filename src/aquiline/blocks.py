@@ -75,11 +75,12 @@ class Weight:
     """A weight [N, K]. kind: one of FLOATS or of BLOCK_TYPES. shape: N and K.
 
     read: gives the floats [N, K], or the blocks, uint8 [N, bytes of a row]. What lies in a file is read anew at each
-    call."""
+    call. read_rows: the same of some rows, without reading the others; None where all must be read."""
 
     kind: str
     shape: tuple[int, int]
     read: Callable[[], Array]
+    read_rows: Callable[[slice], Array] | None = None
 
     @property
     def is_blocks(self) -> bool:
@@ -105,6 +106,15 @@ class Weight:
         expected = (self.shape[0], self.row_bytes) if self.is_blocks else self.shape
         assert found.shape == expected and found.flags.c_contiguous, (found.shape, found.flags, expected)
         return found
+
+    def own(self, parts: Sequence[slice]) -> Weight:
+        """The weight that has these rows alone."""
+
+        def read() -> Array:
+            rows_of = self.read_rows or self.values.__getitem__
+            return np.concatenate([rows_of(rows) for rows in parts])
+
+        return Weight(self.kind, (sum(rows.stop - rows.start for rows in parts), self.shape[1]), read)
 
     def dequantised(self) -> Array:
         """The float32 weight [N, K] that is meant; for blocks, as gguf-py computes it."""

@@ -116,7 +116,16 @@ class PairConfig:
         "auto: float32 beside float32 weights, else bfloat16.", MODEL,
     )  # fmt: skip
 
+    device: str = setting(
+        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; or a CUDA device of torch.",
+        MODEL,
+    )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, "Processes that share the models, a rank each, with --device torch. The text is that of one.", MODEL
+    )
+
     def __post_init__(self) -> None:
+        check(self.tensor_parallel_size >= 1, "tensor_parallel_size", self.tensor_parallel_size, "must be at least 1")
         if self.target is None and self.draft is not None:
             raise ValueError(f"draft={self.draft!r}: needs --target; the pair that runs without one has its own draft")
 

@@ -29,5 +29,9 @@ class NativeError(AquilineError):
     """The native library refused a call: a wrong shape, dtype, stride or pointer."""
 
 
+class RankError(AquilineError):
+    """A rank of a pair that several processes share has died or hangs; the message names the rank."""
+
+
 class EngineStopped(AquilineError):
     """The engine thread has ended; the message says why. Start another."""

@@ -324,5 +324,9 @@ class Pair(Protocol):
         ...
 
     def system(self) -> dict[str, object]:
-        """What runs, for results: instruction set, threads, device."""
+        """What runs, for results: instruction set, threads, device, ranks."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes that share the pair, if there are any. Closing twice does nothing."""
         ...

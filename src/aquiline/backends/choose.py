@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from aquiline.backends.base import Pair
 from aquiline.backends.cpu.native_pair import (
@@ -17,6 +18,7 @@ from aquiline.errors import NativeError
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 
 logger = logging.getLogger(__name__)
+LoadPair = Callable[[], tuple[ModelWeights, DraftWeights | None]]
 
 
 def runs_natively(device: str, environment: Environment) -> bool:
@@ -37,13 +39,16 @@ def path_of(device: str, arithmetic: str, kv_dtype: str, dtype: str, environment
 
 def new_pair(
     target: ModelWeights, draft: DraftWeights | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
-    environment: Environment, draft_dtype: str | None = None,
+    environment: Environment, draft_dtype: str | None = None, num_ranks: int = 1, load: LoadPair | None = None,
 ) -> Pair:  # fmt: skip
-    """Pack weights for the native library where it can run on this device, else for torch. draft_dtype: dtype.
+    """Pack weights for the native library where it can run on this device, else for torch. draft_dtype: dtype. load:
+    finds the weights again in the processes of num_ranks ranks.
 
     Raises ValueError for settings that the backend does not have, NativeError where there is neither the native library
     nor torch."""
     reason = missing_reason(environment) if device == "cpu" else f"device={device!r}"
+    if num_ranks > 1:
+        refuse_parallel(num_ranks, reason is None, device)
     if reason is None:
         configure(environment)
         return CpuPair(target, draft, dtype, arithmetic, kv_dtype, draft_dtype)
@@ -64,4 +69,21 @@ def new_pair(
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if arithmetic not in ("auto", "float32"):
         raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16, int8")
-    return TorchPair(target, draft, dtype, kv_dtype, device, draft_dtype)
+    if num_ranks == 1:
+        return TorchPair(target, draft, dtype, kv_dtype, device, draft_dtype)
+    from aquiline.backends.torch.parallel import ParallelPair
+
+    if load is None:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}: every rank reads a checkpoint, and these weights have none"
+        )
+    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "draft_dtype": draft_dtype}
+    return ParallelPair(num_ranks, load, target, draft, settings)
+
+
+def refuse_parallel(num_ranks: int, is_native: bool, device: str) -> None:
+    """Raises ValueError where several ranks cannot share a pair: in the native library, and on GPUs."""
+    if is_native:
+        raise ValueError(f"tensor_parallel_size={num_ranks}: the native library runs on one rank; use device='torch'")
+    if device not in ("cpu", "torch"):
+        raise ValueError(f"tensor_parallel_size={num_ranks}: ranks run on CPUs, not device={device!r}; use 'torch'")

@@ -108,19 +108,24 @@ class LLM:
         engine: EngineConfig | None = None,
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         pair, is_plain = checkpoints(target, draft), drafting is not None and not drafting.needs_draft_model
         config = engine or EngineConfig()
-        how = Loading(dtype, arithmetic, kv_dtype, device, DraftOverrides(capture, norm_feedback), draft_dtype)
+        overrides = DraftOverrides(capture, norm_feedback)
+        how = Loading(dtype, arithmetic, kv_dtype, device, overrides, draft_dtype, tensor_parallel_size)
         resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
         self._start(resolved.load(), config, drafting)
+        self._owns_models = True
 
     @classmethod
     def open(cls, pair: PairConfig, config: EngineConfig, drafting: Drafting | None = None) -> LLM:
         """An LLM of the pair that settings name. A draft model that `drafting` does not use is not loaded.
 
         Raises as LLM does."""
-        return cls.from_models(ResolvedPair.of(pair, drafting).load(), config, drafting)
+        llm = cls.from_models(ResolvedPair.of(pair, drafting).load(), config, drafting)
+        llm._owns_models = True
+        return llm
 
     @classmethod
     def from_models(cls, models: LoadedModels, config: EngineConfig, drafting: Drafting | None = None) -> LLM:
@@ -130,15 +135,18 @@ class LLM:
         return llm
 
     def _start(self, models: LoadedModels, config: EngineConfig, drafting: Drafting | None) -> None:
-        self.models = models
+        self.models, self._owns_models = models, False
         self.drafting = drafting or default_drafting(models)
         models.check_drafting(self.drafting)
         self.engine = Engine(models, config)
         self._owners: dict[int | str, _Run] = {}  # by request id, the run that gets its deltas
 
     def close(self) -> None:
-        """Free the caches; nothing can be generated afterwards. `with LLM(...) as llm:` calls it at its end."""
+        """Free the caches, and end the other ranks of models that this LLM has loaded; nothing can be generated
+        afterwards. `with LLM(...) as llm:` calls it at its end."""
         self.engine.close()
+        if self._owns_models:
+            self.models.pair.close()
 
     def __enter__(self) -> LLM:
         return self

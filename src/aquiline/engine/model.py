@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from aquiline.backends.base import Pair
-from aquiline.backends.choose import new_pair, path_of, runs_natively
+from aquiline.backends.choose import LoadPair, new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
 from aquiline.config import Environment, PairConfig, SamplingParams
 from aquiline.engine.grammar import Grammars
@@ -46,6 +46,7 @@ class Loading:
     device: str = "cpu"
     overrides: DraftOverrides = NO_OVERRIDES
     draft_dtype: str = "auto"
+    tensor_parallel_size: int = 1
 
     @property
     def settled(self) -> Loading:
@@ -202,7 +203,8 @@ class ResolvedPair:
         `find`."""
         named, overrides = checkpoints(pair.target, pair.draft), DraftOverrides(pair.capture, pair.norm_feedback)
         asked = Loading(
-            pair.dtype, pair.arithmetic, pair.kv_dtype, overrides=overrides, draft_dtype=pair.draft_dtype
+            pair.dtype, pair.arithmetic, pair.kv_dtype, pair.device, overrides, pair.draft_dtype,
+            pair.tensor_parallel_size,
         )  # fmt: skip
         draft = named.draft if drafting is None or drafting.needs_draft_model else None
         return cls.find(named.target, draft, asked, Environment.read())
@@ -214,7 +216,7 @@ class ResolvedPair:
         Loads nothing, so that results of another pair are refused before weights are read. Raises CheckpointError for a
         checkpoint that cannot be read, ValueError for settings that this machine does not have."""
         dtype, overrides = self.how.dtype, self.asked.overrides
-        path = path_of("cpu", self.asked.arithmetic, self.asked.kv_dtype, dtype, self.environment)
+        path = path_of(self.asked.device, self.asked.arithmetic, self.asked.kv_dtype, dtype, self.environment)
         draft: object = None
         if drafting.needs_draft_model and self.draft is not None:
             config = read_draft_config(
@@ -237,16 +239,18 @@ class ResolvedPair:
         target, draft = read_pair(config, open_tensors(self.target), self.draft, how)
         with ThreadPoolExecutor(1) as beside:  # packing is the library's, and leaves the interpreter to the tokenizer
             tokenizer = beside.submit(load_tokenizer, self.target)
-            models = from_weights(target, draft, None, how, self.environment)
+            load = partial(read_share, self.target, self.draft, how)
+            models = from_weights(target, draft, None, how, self.environment, load)
         models = replace(models, tokenizer=tokenizer.result(), checkpoint=self.target)
         give_back()
         return models
 
 
 def read_pair(
-    config: ModelConfig, tensors: TensorSource, draft: Path | None, how: Loading
+    config: ModelConfig, tensors: TensorSource, draft: Path | None, how: Loading, *, is_checked: bool = True
 ) -> tuple[ModelWeights, DraftWeights | None]:
     """The weights of a target, from its geometry and tensors, and of its draft, from a directory. `how` is settled.
+    is_checked: whether they must fit into the free memory.
 
     Raises CheckpointError listing everything that is wrong or does not fit, and OutOfMemory."""
     capture: tuple[int, ...] = ()
@@ -255,12 +259,18 @@ def read_pair(
         reading = read_draft(draft, config, how.overrides)
         capture = () if reading.problems else reading.config.capture  # which read_draft_weights lists, tensors' too
         fitting[open_tensors(draft)] = how.draft_dtype
-    check_fits(fitting)
+    if is_checked:
+        check_fits(fitting)
     target = target_of(config, tensors, dtype=how.dtype, capture=capture)
     if draft is None:
         return target, None
     wanted, fed_back = how.overrides.capture, how.overrides.norm_feedback
     return target, read_draft_weights(draft, target, dtype=how.draft_dtype, capture=wanted, norm_feedback=fed_back)
+
+
+def read_share(target: Path, draft: Path | None, how: Loading) -> tuple[ModelWeights, DraftWeights | None]:
+    """The weights of a pair for a rank that packs its share of them; rank 0 has checked that all fit."""
+    return read_pair(read_model_config(target), open_tensors(target), draft, how, is_checked=False)
 
 
 def load_models(target: str | Path, draft: str | Path | None, how: Loading, environment: Environment) -> LoadedModels:
@@ -289,13 +299,15 @@ def from_weights(
     tokenizer: Tokenizer | None,
     how: Loading,
     environment: Environment,
+    load: LoadPair | None = None,
 ) -> LoadedModels:
-    """Pack weights for the backend this machine has. Raises ValueError for settings it does not have, and
-    CheckpointError for weights that cannot be read."""
+    """Pack weights for the backend this machine has. load: finds them again, for the processes of other ranks. Raises
+    ValueError for settings it does not have, and CheckpointError for weights that cannot be read."""
     how = how.settled
     draft_dtype = None if draft is None else how.draft_dtype
     pair = new_pair(
-        target, draft, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype
+        target, draft, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype,
+        how.tensor_parallel_size, load,
     )  # fmt: skip
     return LoadedModels(pair, tokenizer, storage_of(target, how.dtype), stored_bytes(target, draft, how), draft_dtype)
 

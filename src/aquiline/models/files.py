@@ -182,8 +182,8 @@ class Tensors:
             return self._loaded[name].dtype.name
         return str(self._handles[name].get_slice(name).get_dtype())
 
-    def get(self, name: str, index: int | None = None) -> Array:
-        """Read one tensor, or the slice at an index of its first axis alone; it is not kept."""
+    def get(self, name: str, index: int | slice | None = None) -> Array:
+        """Read one tensor, or an index or a slice of its first axis alone; it is not kept."""
         if name in self._loaded:
             return self._loaded[name] if index is None else self._loaded[name][index]
         handle = self._handles[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NoReturn
 
 import ml_dtypes
@@ -24,7 +25,7 @@ from aquiline.blocks import (
     mxfp4_blocks,
 )
 from aquiline.errors import CheckpointError
-from aquiline.models.files import Entry, TensorSource, refuse
+from aquiline.models.files import Entry, Tensors, TensorSource, refuse
 from aquiline.models.gguf.tensors import GGUFTensors
 from aquiline.types import Float32, storage_dtype
 
@@ -83,7 +84,9 @@ class Parameters:
             return joined([self._blocks(entry, expert) for entry in own])
         rows = sum(entry.matrix_shape[0] for entry in own)
         shape = rows, own[0].matrix_shape[1]
-        return (Weight(self._stored(name).name, shape, lambda: self._floats(own, expert)),)
+        has_rows = isinstance(self._tensors, Tensors) and not (own[0].is_stacked or own[0].pairs)
+        read_rows = partial(self._rows, own) if has_rows else None
+        return (Weight(self._stored(name).name, shape, lambda: self._floats(own, expert), read_rows),)
 
     def _kinds(self, name: str) -> set[str]:
         return {self._tensors.dtype(entry.source) for entry in self._own[name]}
@@ -125,14 +128,25 @@ class Parameters:
         found = [self._read(entry, expert) for entry in own]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _read(self, entry: Entry, expert: int | None = None) -> Array:
+    def _rows(self, own: list[Entry], rows: slice) -> Array:
+        """Rows of a linear that each lie in one of its tensors or go on in the next."""
+        found = []
+        for entry in own:
+            first, end = (min(max(at - entry.start, 0), entry.shape[0]) for at in (rows.start, rows.stop))
+            found += [self._read(entry, slice(first, end))] if first < end else []
+        return np.concatenate(found)
+
+    def _read(self, entry: Entry, expert: int | slice | None = None) -> Array:
         values = self._rounded(entry, self._found(entry, expert))
         if not all_finite(values):
             self._refuse()
         return values
 
-    def _found(self, entry: Entry, expert: int | None) -> Array:
-        """A tensor or one expert's, outputs first, those of gate before those of up."""
+    def _found(self, entry: Entry, expert: int | slice | None) -> Array:
+        """A tensor, some rows of it or one expert's, outputs first, those of gate before those of up."""
+        if isinstance(expert, slice):
+            assert isinstance(self._tensors, Tensors)
+            return self._tensors.get(entry.source, expert)
         found = self._tensors.get(entry.source, expert)
         if entry.pairs is not None:
             ends = found.shape[entry.pairs]

@@ -145,6 +145,9 @@ class CpuPair:
         draft = {} if self.draft is None else {"draft_arithmetic": self.draft_arithmetic}
         return dict[str, object](calls.system()) | own | draft
 
+    def close(self) -> None:
+        """One process has nothing to end."""
+
 
 def quantised(dtype: str) -> str | None:
     """The codes that linears are rounded to when they are packed; None: they are stored as they are given."""

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.backends.torch import reference as ops
+from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.files import resolve
 from aquiline.models.load import read_target
 from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.models.rope import rotary
+from aquiline.models.shares import ACTIVATIONS
 from aquiline.ops.torch_arrays import array_of, tensor_of
 
 
@@ -96,11 +98,13 @@ class DecoderLayer(nn.Module):
     """Attention and an MLP around a residual; `in_features` is 2H for the EAGLE-3 draft, which norms its own input.
 
     gate_up and down are stacks [E * 2 I, H] and [E * H, I] where there are E experts, their biases [E, 2 I] and
-    [E, H]."""
+    [E, H]. Of several ranks each has the outputs of its share (models/shares.py); config then counts its heads."""
 
-    def __init__(self, config: ModelConfig, index: int, in_features: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, in_features: int | None = None, ranks: Ranks = ALONE
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.index = config, index
+        self.config, self.index, self.ranks = config, index, ranks
         H, Dh, inner = config.hidden_size, config.head_dim, config.intermediate_size
         experts = config.experts
         stack = () if experts is None else (experts.count,)
@@ -139,7 +143,9 @@ class DecoderLayer(nn.Module):
         q, k = ops.rope(q, rotation.cos, rotation.sin), ops.rope(k, rotation.cos, rotation.sin)
         if c.query_pre_attn_scalar not in (None, c.head_dim):  # the caller scales by head_dim
             q = q * (c.attention_scale * c.head_dim**0.5)
-        attended = ops.linear(attn.attend(self.index, q, k, v, self.sinks), self.o, self.o_bias)
+        attended = attn.attend(self.index, q, k, v, self.sinks)
+        attended = self.ranks.gather(attended, attended.shape[-1] * self.ranks.share.ranks, c.head_dim)
+        attended = self.ranks.gather(ops.linear(attended, self.o, self.o_bias), c.hidden_size)
         hidden = residual + self.output(attended, self.attention_out_norm)
         return hidden + self.output(self.mlp(self.norm(hidden, self.post_norm)), self.mlp_out_norm)
 
@@ -152,25 +158,27 @@ class DecoderLayer(nn.Module):
         experts = self.config.experts
         if experts is not None:
             return self.mixture(x, experts)
-        return ops.linear(self.activate(ops.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        inner = self.activate(ops.linear(x, self.gate_up, self.gate_up_bias))
+        return self.ranks.gather(ops.linear(inner, self.down, self.down_bias), self.config.hidden_size)
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        """This model's activation of gate and up [..., 2 I]."""
-        return ops.activate(gate_up, self.config.activation, self.config.activation_limit)
+        """This model's activation [..., I] of gate and up [..., 2 I], or of this rank's outputs of both."""
+        own = ops.activate(gate_up, self.config.activation, self.config.activation_limit)
+        return self.ranks.gather(own, self.config.intermediate_size, ACTIVATIONS)
 
     def mixture(self, x: Tensor, config: Experts) -> Tensor:
         """The weighted sum of the experts that the router chooses for each row of x [..., H], in the router's order."""
         assert self.router is not None, "a layer without a router"
         rows = x.flatten(0, -2)
         ids, weights = ops.route(ops.linear(rows, self.router, self.router_bias), config.per_token, config.over_all)
-        outputs = x.new_zeros(*ids.shape, x.shape[-1])
+        outputs = x.new_zeros(*ids.shape, len(self.down) // config.count)
         for expert in set(ids.flatten().tolist()):
             row, rank = torch.nonzero(ids == expert, as_tuple=True)
             outputs[row, rank] = self.expert(rows[row], expert, config)
-        total = torch.zeros_like(rows)
+        total = torch.zeros_like(outputs[:, 0])
         for weight, output in zip(weights.unbind(1), outputs.unbind(1), strict=True):
             total = total + weight[:, None] * output
-        return total.view_as(x)
+        return self.ranks.gather(total, x.shape[-1]).view_as(x)
 
     def expert(self, x: Tensor, index: int, config: Experts) -> Tensor:
         """One expert's MLP of rows x [R, H]."""
@@ -216,11 +224,11 @@ class DecoderOutput:
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head. `capture` names the layers whose outputs are the draft's features."""
 
-    def __init__(self, config: ModelConfig, capture: tuple[int, ...] = ()) -> None:
+    def __init__(self, config: ModelConfig, capture: tuple[int, ...] = (), ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.config, self.capture = config, capture
+        self.config, self.capture, self.ranks = config, capture, ranks
         self.embed = parameter(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, ranks=ranks) for i in range(config.num_layers))
         self.final_norm = parameter(config.hidden_size)
         self.head = self.embed if config.tied_head else parameter(config.vocab_size, config.hidden_size)
         self.rope = Rope(config)
@@ -228,7 +236,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attn: Attention) -> DecoderOutput:
         """tokens and positions [...] -> the residual stream after the last layer, and the captured features."""
-        hidden = self.embed[tokens].to(self.compute_dtype) * self.config.embed_scale
+        hidden = self.ranks.embed(self.embed, tokens, self.config.vocab_size)
+        hidden = hidden.to(self.compute_dtype) * self.config.embed_scale
         rotation = self.rope(positions)
         local = rotation if self.local_rope is None else self.local_rope(positions)
         features = []
@@ -238,10 +247,11 @@ class Decoder(nn.Module):
                 features.append(hidden)
         return DecoderOutput(hidden, torch.cat(features, -1) if features else hidden[..., :0])
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [..., H] -> float32 [..., V]."""
+    def logits(self, hidden: Tensor, is_whole: bool = True) -> Tensor:
+        """Final norm and head: [..., H] -> float32 [..., V]; of this rank's tokens alone unless is_whole."""
         normed = ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        return ops.linear(normed, self.head).float()
+        own = ops.linear(normed, self.head).float()
+        return self.ranks.gather(own, self.config.vocab_size) if is_whole else own
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -256,9 +266,9 @@ class Decoder(nn.Module):
         return ModelWeights(self.config, embed, layers, array_of(self.final_norm), head, self.capture)
 
     @classmethod
-    def of(cls, weights: ModelWeights) -> Decoder:
+    def of(cls, weights: ModelWeights, ranks: Ranks = ALONE) -> Decoder:
         """The module of a target's weights, which it reads one by one; it is not trained."""
-        decoder = cls(weights.config, weights.capture)
+        decoder = cls(weights.config, weights.capture, ranks)
         decoder.embed, decoder.final_norm = held(weights.embed), held(weights.final_norm)
         decoder.head = decoder.embed if weights.head is weights.embed else held(weights.head)
         for layer, own in zip(decoder.layers, weights.layers, strict=True):

@@ -84,7 +84,7 @@ class Draft:
         tokens, output, K = [roots.tokens], roots.output, drafting.num_spec_tokens
         for level in range(K):
             sampling = self.state.sampling(roots.numbers, roots.slots, roots.root + level + 1)
-            drawn = draw(self.head.logits(output), sampling, self.target_ids)
+            drawn = draw(self.head.logits(output, is_whole=False), sampling, self.target_ids, self.head.ranks)
             tokens.append(torch.where(drawn >= 0, drawn, self.target_ids[0]))  # logits are not numbers: any token
             if level + 1 < K:
                 output = self._go_on(roots, level, tokens[-1], output, longest)
@@ -96,7 +96,8 @@ class Draft:
         chains, output = CutChains.begin(cuts), roots.output
         for level in range(cuts.num_levels):
             sampling = self.state.sampling(roots.numbers, roots.slots, roots.root + level + 1)
-            drawn, runner_up, margin = guess(self.head.logits(output), sampling, self.target_ids)
+            own = self.head.logits(output, is_whole=False)
+            drawn, runner_up, margin = guess(own, sampling, self.target_ids, self.head.ranks)
             token = torch.where(drawn >= 0, drawn, self.target_ids[0])
             chains.add(token, runner_up, margin)
             if level + 1 < cuts.num_levels:

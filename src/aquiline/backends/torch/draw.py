@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.backends.torch.reference import GOLDEN, lowbias32
 from aquiline.backends.torch.slot_state import MASK32, RowSampling
 from aquiline.spec.confidence import MARGIN_BOUNDS
@@ -50,24 +51,40 @@ def scores(logits: Tensor, sampling: RowSampling, ids: Tensor, filters: bool) ->
     return torch.where(is_greedy, logits, scaled + gumbel(sampling, ids))
 
 
-def draw(logits: Tensor, sampling: RowSampling, ids: Tensor) -> Tensor:
+def draw(logits: Tensor, sampling: RowSampling, ids: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """The token drawn from each row of logits [n, V]: one of ids [V], ties to the lowest id; -1 where a logit is NaN or
-    no logit is finite."""
+    no logit is finite. logits may also be this rank's columns of them: then the best of all ranks is drawn."""
+    logits, ids, ranks = ranks.columns(logits, ids, sampling.filters)
     found = scores(logits, sampling, ids, sampling.filters)
-    best = (found == found.max(-1, keepdim=True).values).int().argmax(-1)
-    is_number = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
-    return torch.where(is_number, ids[best], -1)
+    top = found.max(-1, keepdim=True).values
+    best = ids[(found == top).int().argmax(-1)]
+    is_odd, is_finite = logits.isnan().any(-1), logits.isfinite().any(-1)
+    of_ranks = ranks.stacked(torch.stack((top[:, 0].double(), best.double(), is_odd.double(), is_finite.double())))
+    top, best, is_odd, is_finite = of_ranks.unbind(1)
+    first = (top == top.amax(0)).int().argmax(0, keepdim=True)  # ranks have their ids one after the other
+    is_number = ~is_odd.any(0) & is_finite.any(0)
+    return torch.where(is_number, best.gather(0, first)[0].long(), -1)
 
 
-def guess(logits: Tensor, sampling: RowSampling, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def guess(logits: Tensor, sampling: RowSampling, ids: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor, Tensor]:
     """What `draw` draws from each row of logits [n, V], the runner-up (-1: no other token was possible), and the bucket
     of the margin (spec/confidence.py). Where the token is -1 the other two are -1 and 0."""
-    found = pad(scores(logits, sampling, ids, sampling.filters), (0, 1), value=-math.inf)
-    best, order = (a[:, :2] for a in torch.sort(found, dim=-1, descending=True, stable=True))
-    drawn, bounds = draw(logits, sampling, ids), torch.tensor(MARGIN_BOUNDS, device=logits.device)
+    drawn, bounds = draw(logits, sampling, ids, ranks), torch.tensor(MARGIN_BOUNDS, device=logits.device)
+    logits, ids, ranks = ranks.columns(logits, ids, sampling.filters)
+    best, order = best_two(pad(scores(logits, sampling, ids, sampling.filters), (0, 1), value=-math.inf))
+    of_ranks = ranks.stacked(torch.stack((best.double(), pad(ids, (0, 1))[order].double()))).permute(1, 2, 0, 3)
+    two, tokens = of_ranks.flatten(2)
+    best, order = best_two(two.float())
     margin = torch.where(drawn < 0, 0, best[:, 0] - best[:, 1])
     is_there = (drawn >= 0) & (best[:, 1] > -math.inf)
-    return drawn, torch.where(is_there, pad(ids, (0, 1))[order[:, 1]], -1), (margin[:, None] >= bounds).sum(1)
+    runner_up = tokens.gather(1, order)[:, 1].long()
+    return drawn, torch.where(is_there, runner_up, -1), (margin[:, None] >= bounds).sum(1)
+
+
+def best_two(found: Tensor) -> tuple[Tensor, Tensor]:
+    """The two best scores of each row [n, V] and their places [n, 2], ties to the lowest place."""
+    best, order = torch.sort(found, dim=-1, descending=True, stable=True)
+    return best[:, :2], order[:, :2]
 
 
 def children(logits: Tensor, sampling: RowSampling, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

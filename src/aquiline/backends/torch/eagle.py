@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from aquiline.backends.torch import reference as ops
 from aquiline.backends.torch.decoder import Attention, Decoder, DecoderLayer, Rope, held, parameter, stored, vector
+from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.blocks import Parts
 from aquiline.models.formats import read_draft_weights, save_draft
 from aquiline.models.model_config import DraftConfig
@@ -30,9 +31,9 @@ class DraftHead(nn.Module):
 
     d2t: Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         H, Ht = config.model.hidden_size, config.target_hidden_size
         width = len(config.capture) * Ht
         self.embed = parameter(config.model.vocab_size, H)
@@ -40,7 +41,7 @@ class DraftHead(nn.Module):
         self.input_norm = parameter(width) if config.norm_before_fc else None
         self.fc_norm = parameter(len(config.capture), Ht) if config.fc_norm else None
         self.hidden_norm = parameter(H)
-        self.layer = DecoderLayer(config.model, 0, in_features=2 * H)
+        self.layer = DecoderLayer(config.model, 0, in_features=2 * H, ranks=ranks)
         self.norm = parameter(H)
         self.head = parameter(config.draft_vocab_size, H)
         self.rope = Rope(config.model)
@@ -54,11 +55,12 @@ class DraftHead(nn.Module):
         if self.fc_norm is not None:
             parts = torch.unflatten(features, -1, self.fc_norm.shape)
             features = ops.rms_norm(parts, self.fc_norm, eps).flatten(-2)
-        return ops.linear(features, self.fc)
+        return self.ranks.gather(ops.linear(features, self.fc), self.config.model.hidden_size)
 
     def forward(self, g: Tensor, tokens: Tensor, positions: Tensor, attn: Attention) -> Tensor:
         """One draft pass: g [..., H] of tokens j, the tokens j + 1 [...], positions j [...] -> a [..., H]."""
-        embedded = self.layer.norm(self.embed[tokens].to(g.dtype), self.layer.input_norm)
+        embedded = self.ranks.embed(self.embed, tokens, self.config.model.vocab_size)
+        embedded = self.layer.norm(embedded.to(g.dtype), self.layer.input_norm)
         normed = self.layer.norm(g, self.hidden_norm)
         residual = normed if self.config.norm_before_residual else g
         return self.layer.mix(torch.cat((embedded, normed), -1), residual, self.rope(positions), attn)
@@ -67,9 +69,10 @@ class DraftHead(nn.Module):
         """What the next pass takes as its g."""
         return self.layer.norm(a, self.norm) if self.config.norm_feedback else a
 
-    def logits(self, a: Tensor) -> Tensor:
-        """a [..., H] -> float32 [..., Vd] over draft ids."""
-        return ops.linear(self.layer.norm(a, self.norm), self.head).float()
+    def logits(self, a: Tensor, is_whole: bool = True) -> Tensor:
+        """a [..., H] -> float32 [..., Vd] over draft ids; over this rank's alone unless is_whole."""
+        own = ops.linear(self.layer.norm(a, self.norm), self.head).float()
+        return self.ranks.gather(own, self.config.draft_vocab_size) if is_whole else own
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids [...] -> target ids [...]."""
@@ -87,10 +90,10 @@ class DraftHead(nn.Module):
         return DraftWeights(self.config, model, stored(self.fc), array_of(self.d2t), *norms)
 
     @classmethod
-    def of(cls, weights: DraftWeights, embed: nn.Parameter | None = None) -> DraftHead:
+    def of(cls, weights: DraftWeights, embed: nn.Parameter | None = None, ranks: Ranks = ALONE) -> DraftHead:
         """The module of a draft's weights, which it reads one by one. embed: the embedding that it shares with its
         target. The embedding is frozen, the rest can be trained."""
-        head, model = cls(weights.config), weights.model
+        head, model = cls(weights.config, ranks), weights.model
         [layer] = model.layers
         head.embed = held(model.embed) if embed is None else embed
         head.layer.hold(layer)

@@ -32,6 +32,11 @@ class HostSlot:
     rules: Rules | None = None
     growth: deque[int] = field(default_factory=deque)  # the most tokens that each unread step may add
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is read of a row's logits than the best score, or they are changed by rules."""
+        return self.rules is not None or self.admit.sampling.logprobs is not None
+
     def grow(self, num_tokens: int) -> None:
         """A step was issued that may add up to num_tokens tokens."""
         self.growth.append(num_tokens)

@@ -112,7 +112,7 @@ class TorchBackend:
         changes, num_nodes = RowChanges(allowed, edits), sum(trees.sizes) if decodes else 0
         kept, columns = None, list[LogprobColumns | None]()
         if decodes:
-            logits = self.decoder.logits(out.hidden[:num_tree_rows])
+            logits = self._logits(decodes, out.hidden[:num_tree_rows], changes)
             drawn = self._draw_trees(decodes, base, trees, on_path, logits, changes.take(0, num_nodes))
             kept = accept(trees, on_path, drawn)
             columns = self._decode_logprobs(decodes, trees, kept, logits)
@@ -220,6 +220,11 @@ class TorchBackend:
 
     # Verify
 
+    def _logits(self, slots: list[int], hidden: Tensor, changes: RowChanges) -> Tensor:
+        """Logits of rows [n, H]: of all tokens where something reads or changes them, else of this rank's."""
+        is_changed = changes.masks is not None or bool(changes.edits)
+        return self.decoder.logits(hidden, is_changed or any(self.state.hosts[slot].needs_logits for slot in slots))
+
     def _draw_trees(
         self, slots: list[int], base: Tensor, trees: Trees, on_path: Tensor, logits: Tensor, changes: RowChanges
     ) -> Tensor:
@@ -239,7 +244,7 @@ class TorchBackend:
             logits = flat.index_copy(0, rows, changes.apply(flat[rows])).view(B, N, -1)
         owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
         sampling = self.state.sampling(slots, owner, index.flatten())
-        return draw(logits.flatten(0, 1), sampling, self.all_ids).view(B, N)
+        return draw(logits.flatten(0, 1), sampling, self.all_ids, self.decoder.ranks).view(B, N)
 
     def _by_rules(self, slot: int, base: Tensor, tree: Trees, on_path: Tensor, logits: Tensor) -> Tensor:
         """Logits [N, V] of one slot's nodes as its rules change them."""
@@ -314,7 +319,7 @@ class TorchBackend:
         slots = torch.tensor([chunk.slot], device=self.device)
         token, columns = None, None
         if chunk.draws:
-            logits = self.decoder.logits(hidden[-1:])
+            logits = self._logits([chunk.slot], hidden[-1:], changes)
             token = self._first_token(chunk, slots, logits, changes)
             if (k := host.admit.sampling.logprobs) is not None:
                 columns = columns_of(logits, token, k)
@@ -334,7 +339,8 @@ class TorchBackend:
         tree = Trees(self.state.history[chunk.slot, chunk.end - 1].view(1, 1), zero, zero, (1,), 0)
         base = torch.tensor(chunk.end - 1, device=self.device)
         logits = changes.apply(self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits))
-        return draw(logits, self.state.sampling([chunk.slot], slots, base.view(1) + 1), self.all_ids)
+        sampling = self.state.sampling([chunk.slot], slots, base.view(1) + 1)
+        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
         """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a

@@ -73,27 +73,29 @@ class PagedAttention:
         return torch.cat(outputs)
 
     def _attend(self, layer: int, block: RowBlock, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """A block's attention. Every head is a matrix product over memory of its own, so that its sums do not depend
+        on how many heads this rank has."""
         b, n, _ = block.visible.shape
-        heads, scale = self.config.num_kv_heads, self.config.head_dim**-0.5
-        grouped = q.float().view(b, n, heads, -1, self.config.head_dim)
-        k, v = (kv[layer, block.read].float() for kv in (self.storage.k, self.storage.v))  # [b, T, Hkv, Dh]
+        heads, Dh, scale = self.config.num_kv_heads, self.config.head_dim, self.config.head_dim**-0.5
+        grouped = q.float().view(b, n, heads, -1, Dh).transpose(1, 2).contiguous()  # [b, Hkv, n, G, Dh]
+        k, v = (kv[layer, block.read].float().transpose(1, 2).contiguous() for kv in (self.storage.k, self.storage.v))
         visible = block.visible
         if window := self.config.window(layer):
             visible = visible & (block.key_order[:, None] > block.order[..., None] - window)
-        visible = visible[:, :, None, None]
-        column = None if sinks is None else sinks.float().view(heads, -1, 1).expand(b, n, heads, -1, 1)
+        visible = visible[:, None, :, None]
+        column = None if sinks is None else sinks.float().view(heads, 1, -1, 1).expand(b, heads, n, -1, 1)
         if self.storage.in_codes:
             grouped, own = ops.head_codes(grouped)
             k_scales, v_scales = (
-                s[layer, block.read].mT[:, None, :, None] for s in (self.storage.k_scales, self.storage.v_scales)
+                s[layer, block.read].mT[:, :, None, None] for s in (self.storage.k_scales, self.storage.v_scales)
             )
-            scores = torch.einsum("bnhgd,bthd->bnhgt", grouped, k) * ((own * scale)[..., None] * k_scales)
+            scores = (grouped.flatten(2, 3) @ k.mT).view(*own.shape, -1) * ((own * scale)[..., None] * k_scales)
             positions = block.key_order[:, None, None, None]
             probs = ops.coded_softmax(scores, v_scales, positions, visible, column)
         else:
-            scores = torch.einsum("bnhgd,bthd->bnhgt", grouped, k) * scale
+            scores = (grouped.flatten(2, 3) @ k.mT).view(*grouped.shape[:4], -1) * scale
             scores = scores.masked_fill(~visible, float("-inf"))
             if column is not None:  # as a key of their own, which has no value
                 scores = torch.cat((scores, column), dim=-1)
-            probs = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
-        return torch.einsum("bnhgt,bthd->bnhgd", probs, v).reshape(b * n, -1)
+            probs = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+        return (probs.flatten(2, 3) @ v).view(grouped.shape).transpose(1, 2).reshape(b * n, -1)

@@ -9,6 +9,7 @@ import torch
 from aquiline.backends.base import Backend, Sizes
 from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.backends.torch.rounding import rounded
 from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.model_weights import DraftWeights, ModelWeights
@@ -24,7 +25,8 @@ class TorchPair:
     """Target and draft in torch: float32 arithmetic over weights that were rounded to their storage dtype, or to the
     values that the native library's int8 or int4 codes stand for.
 
-    device "cuda" is accepted where torch has one; nothing was measured there. Raises ValueError for a device or a
+    device "torch" is the CPU; "cuda" is accepted where torch has one; nothing was measured there. ranks: those that
+    share the pair; of the weights, which are always whole, this rank's are packed. Raises ValueError for a device or a
     kv_dtype that does not exist here."""
 
     name, is_exact, arithmetic = "torch", False, "float32"
@@ -37,7 +39,9 @@ class TorchPair:
         kv_dtype: str = "auto",
         device: str = "cpu",
         draft_dtype: str | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        device = "cpu" if device == "torch" else device
         kind = device.partition(":")[0]
         if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"device={device!r}: torch has no such device here; use device='cpu'")
@@ -48,10 +52,12 @@ class TorchPair:
             raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
         self.device, self.head = device, None
         self.target, self.draft = target.config, None if draft is None else draft.config
-        self.decoder = Decoder.of(target).float().to(device)
+        own = ranks.share.target(target)
+        self.decoder = Decoder.of(own, ranks).float().to(device)
         if draft is not None:
-            embed = self.decoder.embed if draft.model.embed is target.embed else None
-            self.head = DraftHead.of(draft, embed).requires_grad_(False).float().to(device)
+            draft = ranks.share.draft(draft, target, own)
+            embed = self.decoder.embed if draft.model.embed is own.embed else None
+            self.head = DraftHead.of(draft, embed, ranks).requires_grad_(False).float().to(device)
         for module, storage in ((self.decoder, dtype), (self.head, draft_dtype or dtype)):
             if module is not None and storage in QUANTISED:
                 round_linears(module, storage)
@@ -77,6 +83,9 @@ class TorchPair:
     def system(self) -> dict[str, object]:  # noqa: D102
         how: dict[str, object] = {"isa": "torch", "threads": torch.get_num_threads(), "device": self.device}
         return how | {"torch": torch.__version__}
+
+    def close(self) -> None:
+        """One process has nothing to end."""
 
 
 def round_linears(module: Decoder | DraftHead, dtype: str) -> None:

@@ -29,8 +29,8 @@ def prompt_block(state: SlotState, slot: int, start: int, end: int) -> RowBlock:
     """The rows of tokens [start, end) of a slot; each sees the keys up to its own. Keys in cached pages are read and
     not written."""
     slots = torch.tensor([slot], device=state.device)
-    index = torch.arange(end, device=state.device)[None]
-    own = index[:, start:]
+    index = torch.arange(max(2, end), device=state.device)[None]  # a product with one key is added up otherwise
+    own = index[:, start:end]
     num_hit = state.hosts[slot].admit.num_hit if slot in state.hosts else 0
     visible = index[:, None] <= own[..., None]
     write = state.places(slots, own, own >= num_hit)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aquiline.bench.theory.choice import DEFAULT_CONTEXTS, EXAMPLE_TAU, Grid
+from aquiline.bench.theory.links import links_of
 from aquiline.bench.theory.roofline import Roofline, Routing
 from aquiline.models.shape import DraftShape, ModelShape
 from aquiline.spec.drafting import Chain
@@ -31,6 +32,7 @@ def limits_of(roofline: Roofline, grid: Grid) -> dict[str, Any]:
     return models | {
         "ceilings": roofline.ceilings.as_dict(),
         "cells": cells,
+        "links": links_of(roofline.target.body, grid.ranks, _rows_of(grid)) if grid.ranks > 1 else [],
         "notes": [*roofline.notes(), *_grid_notes(roofline, cells)],
         "expectation": expectation(costs_of(roofline, min(contexts))),
     }
@@ -44,6 +46,11 @@ def _models(roofline: Roofline) -> dict[str, Any]:
         "is_assumed": bool(draft.assumptions), "draft_vocab_size": draft.body.head.n, **_sizes(draft)
     }  # fmt: skip
     return {"target": of_target, "draft": of_draft}
+
+
+def _rows_of(grid: Grid) -> list[int]:
+    """Rows of plain decoding, and of the longest chain, for every batch."""
+    return sorted({batch * rows for batch in grid.batches for rows in (1, max(grid.chains) + 1)})
 
 
 def _sizes(model: ModelShape | DraftShape) -> dict[str, Any]:

@@ -75,7 +75,11 @@ class Grid:
     )
     overlap: float = setting(0.0, "Share of experts that a row has in common with its neighbours, 0 to 1.")
 
+    ranks: int = setting(1, "Processes that share the target: what they send each other in a step is printed.")
+
     def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks}: must be at least 1")
         for name, values in (("context", self.contexts), ("batch", self.batches)):
             for value in values:
                 if value < 1:

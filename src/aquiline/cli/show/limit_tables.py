@@ -11,6 +11,7 @@ from rich.console import Console
 from aquiline.bench.tables import NO_FIGURE, Table
 from aquiline.bench.theory.bounds import Cell
 from aquiline.bench.theory.choice import EXAMPLE_TAU, Grid
+from aquiline.bench.theory.links import LINKS
 from aquiline.cli.options import wide_console
 
 UPPER_BOUND = "K+1"
@@ -44,6 +45,8 @@ def show_limits(found: dict[str, Any], grid: Grid, is_moe: bool) -> None:
     columns = ("context", "batch", "weights", "KV", "GFLOP", "bound", "ms", "tok/s", "memory")
     rows = [_plain_step(cell, unit) for cell in cells]
     console.print(Table(columns, rows, f"one decode step without speculation, {name}").console())
+    if found["links"]:
+        console.print(_links(found["links"], grid.ranks).console())
     if found["draft"] is None:
         return
     labels = [f"{tau:g}" for tau in grid.taus] or [UPPER_BOUND, f"{EXAMPLE_TAU:g}"]
@@ -56,6 +59,17 @@ def show_limits(found: dict[str, Any], grid: Grid, is_moe: bool) -> None:
     console.print(
         Table(by_chain, chains, "ideal tok/s and speedup: chains of K tokens, tau of them committed").console()
     )
+
+
+def _links(links: list[dict[str, Any]], ranks: int) -> Table:
+    """What ranks send each other in a forward of the target, and how long links take for it."""
+    columns = ("rows", "gathers", "MB sent", *(f"ms, {link.name}" for link in LINKS))
+    rows = [
+        [f"{met['rows']}", f"{met['gathers']:.0f}", _digits(met["sent_bytes"] / 1e6), *map(_digits, met["ms"].values())]
+        for met in links
+    ]
+    notes = [f"{link.name}: {link.source}" for link in LINKS]
+    return Table(columns, rows, f"{ranks} ranks, one forward of the target in float32, to each other rank", notes=notes)
 
 
 def _plain_step(cell: Cell, unit: float) -> list[str]:
