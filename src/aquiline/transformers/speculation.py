@@ -120,7 +120,7 @@ def speculative(
     CheckpointError for a draft that is not there, and ValueError for an unknown drafter."""
     drafting = drafting_named(drafter) if isinstance(drafter, str) else drafter
     place = None if draft is None else resolve(draft_of(draft))
-    overrides = DraftOverrides(capture and tuple(capture), norm_feedback)
+    overrides = DraftOverrides(tuple(capture) if capture else None, norm_feedback)
     asked = Loading(dtype, arithmetic, kv_dtype, overrides=overrides, draft_dtype=draft_dtype)
     return Speculation(place, drafting, asked, device, engine or EngineConfig(), streamer, host_processors)
 
