@@ -65,7 +65,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 """Among them processors that the engine stands in for, before and after those of the host."""
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=",".join)
 def test_greedy_tokens_are_those_of_transformers(arguments: dict[str, Any]) -> None:
     inputs, told = batch(4), {"max_new_tokens": 20} | arguments
     alone = model_of().generate(**inputs, **told)

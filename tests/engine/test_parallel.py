@@ -115,7 +115,7 @@ def alone(pair: Path) -> dict[str, Any]:
     return everything(load(pair, 1))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_give_the_texts_and_the_bits_of_one(pair: Path, alone: dict[str, Any], num_ranks: int) -> None:
     models = load(pair, num_ranks)
     try:
