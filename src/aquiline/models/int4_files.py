@@ -43,8 +43,8 @@ class Int4Tensors(Tensors):
         """A tensor's dtype, without reading it."""
         return "BF16" if self._is_coded(name) else super().dtype(name)
 
-    def get(self, name: str, index: int | None = None) -> Array:
-        """Read one tensor, or the slice at an index of its first axis alone; it is not kept."""
+    def get(self, name: str, index: int | slice | None = None) -> Array:
+        """Read one tensor, or an index or a slice of its first axis alone; it is not kept."""
         if not self._is_coded(name):
             return super().get(name, index)
         pairs, scales = super().get(name + CODES), super().get(name + SCALES)
