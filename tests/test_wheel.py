@@ -19,7 +19,7 @@ import pytest
 from aquiline.models.known_pairs import PAIRS
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = (".git", ".venv", "build", "results", "tests", "docs", "*.so", "*.egg-info")
+LEFT_OUT = (".git", ".venv", "build", "tests", "docs", "*.so", "*.egg-info")
 MOST_BYTES = 50_000_000
 
 pytestmark = pytest.mark.slow
