@@ -80,10 +80,10 @@ struct TileWork {
   const int head, dim, group, queries;
   static constexpr bool kIsCoded = kIsSame<S, Code>;
   const Pages<S> pages;
-  float* q;       // [queries, dim], or pairs of the second arithmetic, or what `coded` points to
+  float* q;  // [queries, dim], or pairs of the second arithmetic, or what `coded` points to
   aq::CodedQueries coded;
-  S* gathered;    // [kGroups][dim][16]
-  Pair* paired;   // keys, then values of a block in pairs
+  S* gathered;  // [kGroups][dim][16]
+  Pair* paired;  // keys, then values of a block in pairs
   State span_state, total;
 
   TileWork(const AttentionJob& j, const aq::Tile& t, int kv_head, float* workspace)
