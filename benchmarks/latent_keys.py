@@ -23,7 +23,7 @@ from aquiline.spec.drafting import Chain
 
 CONTEXTS, BATCHES, GROUPS = (8192, 32768, 131_072), (1, 4, 16, 64), (1, 2, 4, 8)
 LATENT = 256 + 32
-"""Elements of a token: a latent of 256 and a rotated key of 32 for all heads; 0.28 of a GQA of 4's, 0.56 of one of 8."""
+"""Elements of a token: a latent of 256 and a rotated key of 32 for all heads; 0.28 of a GQA of 4, 0.56 of 8."""
 WINDOW, K, TAU = 128, 3, 2.5
 
 
