@@ -44,7 +44,7 @@ class NeverSameParity(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         share = (input_ids % 2 == 0).float().mean(-1, keepdim=True)
         wanted = torch.arange(scores.shape[1]) % 2 != input_ids[:, -1:] % 2
-        return scores + 3.0 * wanted * share
+        return scores + 3.0 * wanted * share - 4.0  # whose sign a repetition penalty heeds
 
 
 ENDS = [2, 5, 9, 40, 77, 100, 130]
@@ -59,7 +59,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"prefix_allowed_tokens_fn": lambda row, ids: [(7 * int(ids[-1]) + n + 5 * row) % 150 + 3 for n in range(9)]},
     {"encoder_repetition_penalty": 1.8, "encoder_no_repeat_ngram_size": 1},
     {"remove_invalid_values": True},
-    {"logits_processor": [NeverSameParity(), RepetitionPenaltyLogitsProcessor(3.0)]},
+    {"logits_processor": [NeverSameParity(), RepetitionPenaltyLogitsProcessor(0.3)]},
     {"logits_processor": [NeverSameParity(), RepetitionPenaltyLogitsProcessor(1.3), NeverSameParity()]},
 ]
 """Among them processors that the engine stands in for, before and after those of the host."""
