@@ -121,7 +121,8 @@ class _Watch:
     def _busy_s(self) -> float:
         """Seconds that they have worked."""
         each = psutil.cpu_times(percpu=True)
-        return sum(getattr(each[cpu], kind, 0.0) for cpu in self._usable() for kind in self.BUSY)
+        usable = [each[cpu] for cpu in self._usable() if cpu < len(each)]
+        return sum(getattr(times, kind, 0.0) for times in usable for kind in self.BUSY)
 
 
 def measured_table(models: LoadedModels) -> CostTable:
