@@ -98,6 +98,15 @@ def test_what_cannot_be_followed_is_refused_by_name(server: Server, body: Any, p
     assert error["param"] == param and message in error["message"]
 
 
+def test_a_grammar_that_takes_too_long_to_follow_is_the_clients_to_mend(server: Server) -> None:
+    tokenizer = load_tokenizer(BUNDLED_TARGET)
+    assert tokenizer is not None
+    letter = {str(tokenizer.encode("a").ids[-1]): 100}
+    body: dict[str, Any] = BODY | {"max_tokens": 480, "logit_bias": letter, "structured_outputs": {"regex": "(a*)*b"}}
+    error = server.error("/v1/completions", prompt="a", **body)
+    assert error["message"].startswith("structured: the grammar took too long to follow; write it so that")
+
+
 def test_a_response_names_its_own_field(server: Server) -> None:
     error = server.error("/v1/responses", input="Hi", text={"format": {"type": "xml"}})
     assert error["param"] == "text" and "must be text" in error["message"]

@@ -31,6 +31,9 @@ STEP_S, MAX_SLOW_S = 0.01, 0.1
 """Processor seconds that a grammar may take at once, and what it may take beyond in all. All requests wait for it: one
 that takes longer, as `(a*)*b` does after a hundred tokens, ends."""
 
+TOO_SLOW = "the grammar took too long to follow"
+"""How the failure of such a request begins."""
+
 ALL = -1
 """A word of a mask that allows all of its 32 tokens."""
 
@@ -142,8 +145,8 @@ class Constraint:
         self._slow_s += max(0.0, time.thread_time() - began - STEP_S)
         if self._slow_s > MAX_SLOW_S and self.failure is None:
             self.failure = (
-                "the grammar took too long to follow; write it so that a text can be read in one way alone, as "
-                "repetitions inside repetitions cannot"
+                f"{TOO_SLOW}; write it so that a text can be read in one way alone, as repetitions inside repetitions "
+                "cannot"
             )
 
     def _following(self, state: int, token: int) -> int:

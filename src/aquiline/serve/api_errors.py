@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from aquiline.engine.constraint import TOO_SLOW
 from aquiline.errors import NumericalError, OutOfPages
 from aquiline.serve.client import EngineDown, ServerEnding
 
@@ -90,10 +91,10 @@ def as_api_error(error: Exception) -> ApiError:
         return draining()
     if isinstance(error, EngineDown):
         return ApiError(503, str(error), code="engine_restarting", headers={"retry-after": "2"})
+    message = re.sub(r"^request \d+: ", "", str(error))
     if isinstance(error, NumericalError):
-        return ApiError(500, str(error), code="bad_logits")
+        return bad_request(message) if TOO_SLOW in message else ApiError(500, str(error), code="bad_logits")
     if isinstance(error, ValueError | OutOfPages):
-        message = re.sub(r"^request \d+: ", "", str(error))
         found = _FIELD.match(message)
         return bad_request(message, found[1] if found and f"{found[1]}=" in message else None)
     raise error
