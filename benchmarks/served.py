@@ -31,9 +31,10 @@ class Served:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The HTTP process, then the engine process."""
+        """The HTTP process, then the engine process: of its children the one that has loaded the native library. Others
+        compile grammars."""
         http = psutil.Process(self.pid)
-        engines = [child for child in http.children() if "spawn_main" in " ".join(child.cmdline())]
+        engines = [child for child in http.children() if any("_native" in part.path for part in child.memory_maps())]
         return [http, *engines]
 
     def get(self, path: str) -> str:
