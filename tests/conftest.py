@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -173,3 +174,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         lines.append(f"examples of seed {seed}: make nightly SEED={seed}")
     for line in lines:
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def harmony_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random gpt-oss, which answers in the Harmony format, and a draft for it."""
+    from tests.harmony import write_harmony_pair  # which needs torch
+
+    root = tmp_path_factory.mktemp("harmony")
+    write_harmony_pair(root)
+    return root

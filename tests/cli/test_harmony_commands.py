@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.conftest import needs_native
-from tests.harmony import ANSWER, harmony_tokenizer, write_harmony_pair
+from tests.harmony import ANSWER, harmony_tokenizer
 from typer.testing import CliRunner, Result
 
 from aquiline.cli.main import app
@@ -26,16 +26,9 @@ SAMPLING = SamplingParams(max_tokens=64, presence_penalty=2, seed=1)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("harmony")
-    write_harmony_pair(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def llm(pair: Path) -> Iterator[LLM]:
+def llm(harmony_pair: Path) -> Iterator[LLM]:
     engine = EngineConfig(max_batch=1, max_context=1024, calibration=False)
-    with LLM(pair / "target", pair / "draft", drafting=Chain(3), engine=engine) as llm:
+    with LLM(harmony_pair / "target", harmony_pair / "draft", drafting=Chain(3), engine=engine) as llm:
         yield llm
 
 
@@ -44,31 +37,40 @@ def session(llm: LLM, sampling: SamplingParams = SAMPLING) -> ChatSession:
 
 
 def generate(pair: Path, *args: object, max_tokens: int = 64) -> Result:
-    options = ("--target", pair / "target", "--chat", "--presence-penalty", 2, "--max-tokens", max_tokens, *args)
+    options = (
+        "--target",
+        pair / "target",
+        "--chat",
+        "--presence-penalty",
+        2,
+        "--max-tokens",
+        max_tokens,
+        *args,
+    )
     return CliRunner().invoke(app, ["generate", *map(str, options)])
 
 
-def test_generate_prints_the_final_channel(pair: Path) -> None:
-    for more in ((), ("--draft", pair / "draft", "--drafter", "chain"), ("--drafter", "lookup")):
-        done = generate(pair, "--prompt", "Hi", *more)
+def test_generate_prints_the_final_channel(harmony_pair: Path) -> None:
+    for more in ((), ("--draft", harmony_pair / "draft", "--drafter", "chain"), ("--drafter", "lookup")):
+        done = generate(harmony_pair, "--prompt", "Hi", *more)
         assert done.exit_code == 0 and done.stdout == "Yesé\n", done.stderr
         assert "not understood" not in done.stderr
-    (output,) = json.loads(generate(pair, "--prompt", "Hi", "--json").stdout)["outputs"]
+    (output,) = json.loads(generate(harmony_pair, "--prompt", "Hi", "--json").stdout)["outputs"]
     assert (output["text"], output["reasoning"], output["finish_reason"]) == ("Yesé", "Hm🦅", "stop")
     assert output["token_ids"] == TOKENIZER.encode(ANSWER, add_special_tokens=False).ids
-    cut = generate(pair, "--prompt", "Hi", "--stop", "é")
+    cut = generate(harmony_pair, "--prompt", "Hi", "--stop", "é")
     assert cut.stdout == "Yes\n"
 
 
-def test_generate_says_once_what_it_cannot_read(pair: Path) -> None:
-    done = generate(pair, "--prompt", "Hi", max_tokens=2)
+def test_generate_says_once_what_it_cannot_read(harmony_pair: Path) -> None:
+    done = generate(harmony_pair, "--prompt", "Hi", max_tokens=2)
     assert done.stdout == "analysis\n"
     assert done.stderr.count("part of the answer was not understood and is shown as text: a header has no message") == 1
 
 
-def test_a_file_of_prompts_has_reasoning_apart(pair: Path, tmp_path: Path) -> None:
+def test_a_file_of_prompts_has_reasoning_apart(harmony_pair: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hi", "max_tokens": 2}\n{"prompt": 5}\n')
-    done = generate(pair, "--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+    done = generate(harmony_pair, "--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
     first, second, third = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert (first["text"], first["reasoning"]) == ("Yesé", "Hm🦅") and "error" in third
     assert (second["text"], second["reasoning"]) == ("analysis", "")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import needs_native
-from tests.harmony import ANSWER, ARGUMENTS, CALL, harmony_tokenizer, write_harmony_pair
+from tests.harmony import ANSWER, ARGUMENTS, CALL, harmony_tokenizer
 from tests.text.families import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
@@ -54,15 +54,8 @@ def ids(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("harmony")
-    write_harmony_pair(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def llm(pair: Path) -> Iterator[LLM]:
-    with LLM(pair / "target", pair / "draft", engine=ENGINE) as llm:
+def llm(harmony_pair: Path) -> Iterator[LLM]:
+    with LLM(harmony_pair / "target", harmony_pair / "draft", engine=ENGINE) as llm:
         yield llm
 
 
@@ -102,8 +95,8 @@ def test_forced_calls_are_the_same_with_every_drafter(llm: LLM, temperature: flo
 
 
 @pytest.mark.rare
-def test_the_torch_path_forces_calls_too(pair: Path) -> None:
-    with LLM(pair / "target", pair / "draft", engine=ENGINE, device="cpu:0") as llm:
+def test_the_torch_path_forces_calls_too(harmony_pair: Path) -> None:
+    with LLM(harmony_pair / "target", harmony_pair / "draft", engine=ENGINE, device="cpu:0") as llm:
         assert llm.models.pair.name == "torch"
         check_calls(llm, 0.8, [Chain(4), Lookup()])
 

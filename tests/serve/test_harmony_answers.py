@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import needs_native
-from tests.harmony import ANSWER, ARGUMENTS, CALL, harmony_tokenizer, write_harmony_pair
+from tests.harmony import ANSWER, ARGUMENTS, CALL, harmony_tokenizer
 from tests.serve.serving import ENGINE, KEY, LIMITS, PAIR, Server, running
 
 from aquiline.config import ChatConfig, PairConfig
@@ -40,10 +41,8 @@ def num_tokens(text: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("harmony")
-    write_harmony_pair(root)
-    pair = PairConfig(str(root / "target"), str(root / "draft"))
+def served(harmony_pair: Path) -> Iterator[Server]:
+    pair = PairConfig(str(harmony_pair / "target"), str(harmony_pair / "draft"))
     with running(ServerConfig(api_key=(KEY,)), pair=pair) as server:
         yield server
 

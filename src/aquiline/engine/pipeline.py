@@ -160,9 +160,11 @@ def _drawing(plan: StepPlan) -> list[Sequence]:
     return [s for s, chunk in zip(plan.prefilling, plan.chunks, strict=True) if chunk.draws]
 
 
-def _edits(tree: DraftTree, decoding: Iterable[Sequence], drawing: Iterable[Sequence]) -> RowEdits:
+def _edits(tree: DraftTree, decoding: Items[Sequence], drawing: Items[Sequence]) -> RowEdits:
     """The edit of every node, given the tokens up to the node, then that of every sequence that draws its first
     token. Empty if no request has one."""
+    if all(sequence.request.edit is None for sequence in (*decoding, *drawing)):
+        return ()
     offsets, tokens, parents = (a.tolist() for a in (tree.topology.offsets, tree.tokens, tree.topology.parents))
     rows = list[tuple[TextEdit | None, list[int]]]()
     for sequence, first, end in zip(decoding, offsets, offsets[1:], strict=False):
@@ -171,8 +173,7 @@ def _edits(tree: DraftTree, decoding: Iterable[Sequence], drawing: Iterable[Sequ
         for node in range(first + 1, end):
             rows.append((edit, [] if edit is None else [*rows[first + parents[node]][1], tokens[node]]))
     rows += [(sequence.request.edit, sequence.tokens) for sequence in drawing]
-    edits = [None if edit is None else partial(edit, before) for edit, before in rows]
-    return edits if any(edits) else ()
+    return [None if edit is None else partial(edit, before) for edit, before in rows]
 
 
 def message_of(

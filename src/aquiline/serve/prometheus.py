@@ -140,10 +140,10 @@ class Metrics:
         before, self._now = self._now, message.stats
         num_tokens = self._now.sum_prefill_tokens - before.sum_prefill_tokens
         for delta in message.deltas:
-            num_tokens += (num_new := len(delta.token_ids))
-            if num_new and delta.begin is None:
+            num_tokens += len(delta.token_ids)
+            if delta.is_decoded:
                 self.sum_decoded += 1
-                self.sum_committed += num_new
+                self.sum_committed += len(delta.token_ids)
             if delta.num_drafted:
                 self._drafts[delta.num_drafted, delta.num_confirmed] += 1
         if num_tokens:

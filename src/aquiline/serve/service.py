@@ -138,8 +138,10 @@ class Service:
         self.gate.enter(num_choices)
         try:
             with explained():
-                grammar = await self._grammar(job.wanted)
-                stream = await self.client.submit([replace(choice.request, grammar=grammar) for choice in job.choices])
+                requests = [choice.request for choice in job.choices]
+                if (grammar := await self._grammar(job.wanted)) is not None:
+                    requests = [replace(request, grammar=grammar) for request in requests]
+                stream = await self.client.submit(requests)
         except BaseException:
             self.gate.leave(num_choices, 0.0)
             raise

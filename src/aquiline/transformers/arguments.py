@@ -62,8 +62,7 @@ stand in any order; those after it decide among tokens that are drawn, and chang
 @dataclass
 class Arguments:
     """A call of `generate`. length: tokens of the padded prompts; prompts: without padding; criteria: those that run on
-    the host after each token; pad: what shorter rows end with; on_host: processors that run at every
-    node of a tree."""
+    the host after each token; pad: what shorter rows end with; on_host: processors that run at every node of a tree."""
 
     length: int
     prompts: list[list[int]]

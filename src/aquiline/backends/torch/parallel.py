@@ -54,7 +54,7 @@ HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Opening:
+class RankStart:
     """What the process of a rank is started with. port: of rank 0's store; threads: as many as rank 0's torch has,
     since torch adds up some products in another order with more threads; settings: dtype, kv_dtype and so on of
     TorchPair."""
@@ -77,7 +77,7 @@ class Team:
         code = "from aquiline.backends.torch.parallel import follow; follow()"
         for rank in range(1, num_ranks):
             share = Share(rank, num_ranks)
-            opening = pickle.dumps(Opening(share, self.store.port, torch.get_num_threads(), load, settings))
+            opening = pickle.dumps(RankStart(share, self.store.port, torch.get_num_threads(), load, settings))
             process = self.processes[rank] = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # a rank that is dead is named below
@@ -279,7 +279,7 @@ def follow() -> None:
     """The body of the process of a rank other than 0. It ends when rank 0 says so, is gone, or keeps it waiting."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends first
         signal.signal(number, signal.SIG_IGN)
-    opening: Opening = pickle.loads(sys.stdin.buffer.read())
+    opening: RankStart = pickle.loads(sys.stdin.buffer.read())
     torch.set_num_threads(opening.threads)
     rank, followers = opening.share.rank, dict[int, Follower]()
     store = TCPStore(HOST, opening.port, is_master=False)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
@@ -102,27 +103,18 @@ class _Watch:
     """Tells how much of the processors that this process may run on others use from now on."""
 
     LEAST_S = 0.1  # processor times are counted in hundredths of a second
-    BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
     def __init__(self) -> None:
-        self._began, self._busy, self._own = time.perf_counter(), self._busy_s(), time.process_time()
+        psutil.cpu_percent(percpu=True)  # which begins to count
+        self._began, self._own = time.perf_counter(), time.process_time()
 
     def others(self) -> float:
         """The share that others used, a virtual machine's host among them; 0 if too little time has passed."""
         took, own = time.perf_counter() - self._began, time.process_time() - self._own
-        used = self._busy_s() - self._busy - own
-        return max(0.0, used / took / len(self._usable())) if took >= self.LEAST_S else 0.0
-
-    @staticmethod
-    def _usable() -> list[int]:
-        """The processors that this process may run on."""
-        return list(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(psutil.cpu_count() or 1))
-
-    def _busy_s(self) -> float:
-        """Seconds that they have worked."""
-        each = psutil.cpu_times(percpu=True)
-        usable = [each[cpu] for cpu in self._usable() if cpu < len(each)]
-        return sum(getattr(times, kind, 0.0) for times in usable for kind in self.BUSY)
+        busy = psutil.cpu_percent(percpu=True)
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(len(busy)))
+        shares = [busy[cpu] / 100 for cpu in usable if cpu < len(busy)]
+        return max(0.0, mean(shares) - own / took / len(shares)) if shares and took >= self.LEAST_S else 0.0
 
 
 def measured_table(models: LoadedModels) -> CostTable:
