@@ -5,6 +5,7 @@
     DIR/generations/NNNN/     a draft checkpoint with learning.json (`Generation`); appears whole, by a rename
     DIR/state.json            which generation serves (`ServingState`); replaced whole
     DIR/lock                  held by the process that serves
+    DIR/replay, work, learner.json  the trainer's own (train/learner)
 
 Generation 0 is the draft as it was shipped, and has no folder. Files hold token ids of users' texts: folders have the
 mode 0700, files 0600.
@@ -136,6 +137,10 @@ class LearningStore:
     def checkpoint(self, generation: int) -> Path:
         """Where a generation's draft is."""
         return self.generations_folder / f"{generation:04d}"
+
+    def has_weights(self, generation: int) -> bool:
+        """Whether a generation's draft is still there: a refused one has none, and an old one loses it."""
+        return (self.checkpoint(generation) / "model.safetensors").is_file()
 
     def state(self) -> ServingState:
         """Which generation serves."""
