@@ -4,5 +4,5 @@ from aquiline.train.learner import __main__ as process
 from aquiline.train.learner import generation
 
 if __name__ == "__main__":
-    generation.SAVE_MINUTES = 1e-9
+    generation.SAVE_MINUTES, generation.RATE_SHARE = 1e-9, 10.0
     process.main()

@@ -39,7 +39,9 @@ def served(pair: PairConfig) -> list[Served]:
 
 
 @pytest.fixture
-def store(pair: PairConfig, served: list[Served], tmp_path: Path) -> LearningStore:
+def store(pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearningStore:
+    """Served by a draft that has learnt nothing, and learns fast."""
+    monkeypatch.setattr(generation, "RATE_SHARE", 10.0)
     return write_store(tmp_path / "learnt", pair, served)
 
 
@@ -117,7 +119,9 @@ def test_the_weights_of_old_generations_go_but_not_those_that_serve(
         found = own.learn(read_lesson(store, (0, 0)))
         assert found is not None and found.accepted and found.generation == number
         store.write_state(ServingState(min(2, number)))
-    assert [store.has_weights(number) for number in (1, 2, 3)] == [True, True, True], "1 is the parent of 2, which serves"
+    assert [store.has_weights(number) for number in (1, 2, 3)] == [True, True, True], (
+        "1 is the parent of 2, which serves"
+    )
     store.write_state(ServingState(3))
     assert own.learn(read_lesson(store, (0, 0))) is not None
     assert [store.has_weights(number) for number in (1, 2, 3, 4)] == [False, True, True, True]

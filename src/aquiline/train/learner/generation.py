@@ -41,9 +41,9 @@ from aquiline.writing import placing, write_whole
 
 CONTEXT = 512
 """Tokens of a training row, and of a judged text: of longer ones what is around the beginning of the answer."""
-STEPS, PASSES, LATE_SHARE, RATE = 64, 4, 0.25, 3e-4
+STEPS, PASSES, LATE_SHARE, RATE_SHARE = 64, 4, 0.25, 0.33
 """Of a run: optimizer steps of one row, passes of the draft, the share of rows that later passes train on, and the peak
-learning rate."""
+learning rate as a share of that of a new draft: at that rate itself a trained draft forgets."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
 OLD_JUDGED = 1 / 4
@@ -145,6 +145,9 @@ class Learner:
         if start is None:
             shutil.rmtree(self.run, ignore_errors=True)
         trainer = Trainer(self._config(attempt, start is not None), alone(), start, Silent(), Clock())
+        for optimizer in trainer.weights.optimizers:
+            for group in optimizer.param_groups:
+                group["peak"] *= RATE_SHARE
         texts = [*map(_judged, attempt.held_out), *map(_judged, _split(read_replay(self.store))[1])]
         trainer.held_out = HeldOut(trainer.run.assembler, texts, PASSES)
         return trainer
@@ -156,7 +159,7 @@ class Learner:
             out=self.run, init=None if is_resumed else self.draft(attempt.parent), resume=is_resumed, keep_fusion=True,
             capture=overrides.capture, norm_feedback=None if is_resumed else overrides.norm_feedback,
             draft_dtype=storage if storage in STORAGES else "bfloat16", context=CONTEXT, batch_size=1, steps=STEPS,
-            ttt_steps=PASSES, late_share=LATE_SHARE, lr=RATE, replay=attempt.replay, eval_every=STEPS, keep=1,
+            ttt_steps=PASSES, late_share=LATE_SHARE, replay=attempt.replay, eval_every=STEPS, keep=1,
             save_every_minutes=SAVE_MINUTES, seed=attempt.generation,
         )  # fmt: skip
 
@@ -172,11 +175,11 @@ class Learner:
         before, after, shipped = cycles
         num_new, num_old = _num_committed(attempt.held_out), _num_committed(_split(read_replay(self.store))[1])
         interval = paired_interval(before[:new], after[:new])
-        old_before, old_after = num_old / shipped[new:].sum(), num_old / after[new:].sum()
+        tau_before, tau_after = (num_new / float(cycles[:new].sum()) for cycles in (before, after))
+        old_before, old_after = (num_old / float(cycles[new:].sum()) for cycles in (shipped, after))
         return Generation(
-            attempt.generation, attempt.parent, attempt.tokens, num_new / before[:new].sum(),
-            num_new / after[:new].sum(), interval, old_before, old_after,
-            accepted=bool(interval[0] > 1 and old_after >= KEPT_OF_OLD * old_before),
+            attempt.generation, attempt.parent, attempt.tokens, tau_before, tau_after, interval, old_before, old_after,
+            accepted=interval[0] > 1 and old_after >= KEPT_OF_OLD * old_before,
         )  # fmt: skip
 
     def _place(self, found: Generation) -> None:
