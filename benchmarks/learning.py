@@ -7,7 +7,8 @@ questions makes a kind of traffic that the draft has not met. Half of the reques
 last --held-out ones are never learnt from. After every --round-tokens served tokens the learner makes a generation
 (aquiline/train/learner); if it is accepted it serves on, as a server would have it. Held-out requests and the pair's
 own prompts (--old) are then decoded with that generation's draft: tau is what the engine's steps committed, and all
-tokens must be those of before. OUT, a new folder, holds learning.json, learning.png and the folder that was learnt in. Ends with one JSON line.
+tokens must be those of before. OUT, a new folder, holds learning.json, learning.png and the folder that was learnt in.
+Ends with one JSON line.
 """
 
 from __future__ import annotations

@@ -41,9 +41,11 @@ from aquiline.writing import placing, write_whole
 
 CONTEXT = 512
 """Tokens of a training row, and of a judged text: of longer ones what is around the beginning of the answer."""
-STEPS, PASSES, LATE_SHARE, RATE_SHARE = 64, 4, 0.25, 0.33
-"""Of a run: optimizer steps of one row, passes of the draft, the share of rows that later passes train on, and the peak
-learning rate as a share of that of a new draft: at that rate itself a trained draft forgets."""
+STEPS, ROWS, PASSES, LATE_SHARE = 64, 4, 4, 0.25
+"""Of a run: optimizer steps, rows of a step, passes of the draft, and the share of rows that later passes train on."""
+RATE_SHARE, AVERAGE = 0.33, 0.95
+"""The peak learning rate as a share of a new draft's, at which a trained one forgets; and the decay of averaged weights,
+without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
 OLD_JUDGED = 1 / 4
@@ -158,8 +160,8 @@ class Learner:
             target=self.pair.target, data=(self.work / SERVED, self.work / REPLAY), held_out=(self.work / HELD_OUT,),
             out=self.run, init=None if is_resumed else self.draft(attempt.parent), resume=is_resumed, keep_fusion=True,
             capture=overrides.capture, norm_feedback=None if is_resumed else overrides.norm_feedback,
-            draft_dtype=storage if storage in STORAGES else "bfloat16", context=CONTEXT, batch_size=1, steps=STEPS,
-            ttt_steps=PASSES, late_share=LATE_SHARE, replay=attempt.replay, eval_every=STEPS, keep=1,
+            draft_dtype=storage if storage in STORAGES else "bfloat16", context=CONTEXT, batch_size=ROWS, steps=STEPS,
+            ttt_steps=PASSES, late_share=LATE_SHARE, ema=AVERAGE, replay=attempt.replay, eval_every=STEPS, keep=1,
             save_every_minutes=SAVE_MINUTES, seed=attempt.generation,
         )  # fmt: skip
 
