@@ -44,8 +44,8 @@ CONTEXT = 512
 STEPS, ROWS, PASSES, LATE_SHARE = 64, 4, 4, 0.25
 """Of a run: optimizer steps, rows of a step, passes of the draft, and the share of rows that later passes train on."""
 RATE_SHARE, AVERAGE = 0.33, 0.95
-"""The peak learning rate as a share of a new draft's, at which a trained one forgets; and the decay of averaged weights,
-without which steps of few rows lose at first what the draft knew."""
+"""The peak learning rate as a share of that of a new draft, at which a trained one forgets; the decay of averaged
+weights, without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
 OLD_JUDGED = 1 / 4
