@@ -25,6 +25,9 @@ int check_admit(const AqBatch& batch, const AqAdmit& a) {
   AQ_REQUIRE(!a.drafts || batch.config.draft != nullptr, "admit slot %d: drafts, and there is no draft model", a.slot);
   AQ_REQUIRE(a.first_draft_key >= 1 && a.first_draft_key <= std::max(a.num_hit + 1, a.num_tokens),
              "first_draft_key=%d: must be in [1, %d]", a.first_draft_key, std::max(a.num_hit + 1, a.num_tokens));
+  AQ_REQUIRE(a.draft_end >= a.first_draft_key && a.draft_end <= std::max(a.num_hit, a.first_draft_key),
+             "draft_end=%d: must be in [%d, %d]", a.draft_end, a.first_draft_key,
+             std::max(a.num_hit, a.first_draft_key));
   AQ_TRY(check_sampling(&a.sampling, 1));
   AQ_TRY(check_tokens("tokens", a.tokens, a.num_tokens, batch.vocab()));
   AQ_TRY(check_tokens("logit_bias", a.bias_tokens, a.num_biases, batch.vocab()));

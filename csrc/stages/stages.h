@@ -37,7 +37,7 @@ typedef struct {
 
 // A sequence takes a slot: see Admit in backends/base.py. bad_words: for each word its length, then its tokens.
 typedef struct {
-  int32_t slot, num_tokens, num_prompt, num_hit, drafts, first_draft_key;
+  int32_t slot, num_tokens, num_prompt, num_hit, drafts, first_draft_key, draft_end;
   int32_t min_tokens, max_tokens, num_biases, num_end_tokens, bad_words_size;
   float repetition_penalty, presence_penalty, frequency_penalty;
   AqSampling sampling;  // position apart
@@ -92,6 +92,10 @@ typedef struct {
 AqBatch* aq_open_batch(const AqBatchConfig*);  // NULL on failure
 int aq_close_batch(AqBatch*);
 int aq_add_shape(AqBatch*, const AqShape*, int32_t* number);
+
+// Between two steps: `draft`, of the same geometry, drafts from now on. first_draft_keys [num_slots]: of a slot whose
+// draft keys are all missing now, the first KV index that is to have one again; 0: the slot is left as it is.
+int aq_renew_draft(AqBatch*, const AqModel* draft, const int32_t* first_draft_keys);
 
 // Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. Here begin the
 // times that aq_keep reports as seconds [5]: draft, binding, verify, draw and accept, keep.

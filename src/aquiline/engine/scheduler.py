@@ -206,11 +206,43 @@ class Scheduler:
         sequence.prefill_end, sequence.in_flight = end, 0
         sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
         sequence.first_draft_key = self._first_draft_key(sequence)
-        sequence.draft_end = max(sequence.num_hit, sequence.first_draft_key)
+        sequence.draft_end = max(self._end_of_draft_keys(sequence), sequence.first_draft_key)
+        sequence.has_old_keys = sequence.drafts and sequence.draft_end < sequence.num_hit
         if sequence.num_preempted == 0:
             sequence.counters.num_prompt_tokens += end
             sequence.counters.num_prefix_hits += sequence.num_hit
         return True
+
+    def _end_of_draft_keys(self, sequence: Sequence) -> int:
+        """Where the draft keys of the pages that a sequence was given end: before the first page, of those that have
+        features to write them anew, whose keys are an earlier draft's."""
+        assert self.prefix is not None or not sequence.nodes
+        size = self.pool.page_size
+        first = sequence.first_draft_key // size
+        for index, node in enumerate(sequence.nodes[first:], first):
+            if self.prefix is not None and not self.prefix.has_draft_keys(node):
+                return index * size
+        return sequence.num_hit
+
+    def renew_draft(self, draft_version: int) -> dict[int, int]:
+        """Another draft runs from now on: all draft keys count as missing. Returns, by slot, the first KV index that is
+        to have a draft key again: no later draft row of the slot sees one before it."""
+        if self.prefix is not None:
+            self.prefix.draft_version = draft_version
+        firsts = dict[int, int]()
+        for sequence in self.running:
+            if sequence is not None and sequence.drafts:
+                if not sequence.is_prefilling:
+                    first = max(sequence.first_draft_key, self._first_seen(len(sequence.tokens) - 1))
+                    sequence.first_draft_key = first
+                sequence.draft_end = firsts[sequence.slot] = sequence.first_draft_key
+                sequence.has_old_keys = True
+        return firsts
+
+    def _first_seen(self, root: int) -> int:
+        """The first KV index of the first page in which draft rows of a root, and of later ones, see a key."""
+        size, window = self.pool.page_size, self.draft_window
+        return (root - window + 1) // size * size if window else 0
 
     def _first_draft_key(self, sequence: Sequence) -> int:
         """The first draft key of a sequence that was given its slot. No draft row behind the prefill sees a key before
@@ -218,16 +250,17 @@ class Scheduler:
 
         Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
         page: it pairs the first feature there with the token after it, so it stands one index further."""
-        size, window = self.pool.page_size, self.draft_window
+        size = self.pool.page_size
         num_undrafted = max((i + 1 for i, node in enumerate(sequence.nodes) if not node.has_draft), default=0)
         first_feature = min(num_undrafted * size, sequence.num_cached) if num_undrafted else 0
-        first_seen = (sequence.prefill_end - window + 1) // size * size if window else 0
-        return max(first_feature + 1, first_seen)
+        return max(first_feature + 1, self._first_seen(sequence.prefill_end))
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence drafts, a page is
         offered only when its draft keys are written, or will be written before another sequence can read them."""
         size, end, slot = self.pool.page_size, sequence.num_cached, sequence.slot
+        if sequence.has_old_keys:
+            self._note_renewed(sequence)
         if not sequence.is_published or end // size <= len(sequence.nodes) or slot < 0:
             return
         assert self.prefix is not None
@@ -249,6 +282,15 @@ class Scheduler:
                 sequence.is_published = False
                 return
             sequence.nodes.append(node)
+
+    def _note_renewed(self, sequence: Sequence) -> None:
+        """Once the draft has written the keys of all pages anew that a sequence has published, the pages have them."""
+        size = self.pool.page_size
+        if self.prefix is None or sequence.draft_end < len(sequence.nodes) * size:
+            return
+        for node in sequence.nodes[-(-sequence.first_draft_key // size) if sequence.first_draft_key > 1 else 0 :]:
+            node.draft_version = self.prefix.draft_version
+        sequence.has_old_keys = False
 
     def _chunks(
         self, unfilled: list[Sequence], decoding: list[Sequence]

@@ -42,6 +42,7 @@ class Request:
     it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output
     that the caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
     with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
+    learn False: it is not stored for the draft to learn from.
     bad_word_ids: bad words as token ids, beside those of `sampling`, which are texts.
     grammar: what `sampling.structured` was compiled to, by LLM.request or by the server.
     edit: changes the logits before a token is drawn, by these and the tokens before it alone, so that drafts do not
@@ -63,6 +64,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
     edit: TextEdit | None = None
+    learn: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -185,11 +187,15 @@ class Sequence:
     first_draft_key: int = 1  # no KV index below it has a draft key that may be read
     draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
+    has_old_keys: bool = False  # whether some of these held draft keys of an earlier draft, which are written anew
     is_published: bool = True  # whether further pages may be published after `nodes`
     sources: list[Source] = field(default_factory=list)  # who wrote each output token
     pieces: list[str] = field(default_factory=list)  # the text of each delta
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
+    rejected: list[int] = field(default_factory=list)  # indices of tokens that the draft model had guessed wrong
+    num_guessed: int = 0  # steps in which the draft model drafted
+    num_missed: int = 0  # of these, the steps whose first guess was wrong
     num_preempted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -240,6 +246,8 @@ class Sequence:
         if self.finish_reason is not None:
             return None
         num_accepted = len(decoded.kept) - 1
+        if decoded.num_drafted and (decode.proposal is None or decode.cut is not None):
+            self._note_guesses(decoded.num_drafted, num_accepted)
         delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter_of(decode, decoded))
         num_kept = len(delta.token_ids)
         self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
@@ -248,6 +256,14 @@ class Sequence:
             self.draft_end = decoded.draft_end
             self.num_rows = 1 + decoded.num_drafted
         return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
+
+    def _note_guesses(self, num_drafted: int, num_accepted: int) -> None:
+        """The draft model drafted for a step whose tokens are not appended yet. In a tree the path may have ended at a
+        leaf, where nothing was guessed."""
+        self.num_guessed += 1
+        self.num_missed += num_accepted == 0
+        if num_accepted < num_drafted:
+            self.rejected.append(len(self.tokens) + num_accepted)
 
     def commit_chunk(self, chunk: Chunk, prefilled: Prefilled) -> TokenDelta | None:
         """Note that a chunk's keys are written, and append the token that it drew. None if it drew none, and for a

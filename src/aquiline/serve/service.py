@@ -167,6 +167,7 @@ class Service:
                 engine_request = Request(
                     self.client.new_id(), prompt_ids, asked.choice(index, room), asked.drafting, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
+                    learn=request.learn is not False,
                 )  # fmt: skip
                 reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, asked.sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))

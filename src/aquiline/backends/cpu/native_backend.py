@@ -6,7 +6,7 @@ Owns the memory that a step computes with; the library owns the slots (csrc/stag
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, string_at
 from ctypes import pointer as pointer_to
@@ -184,6 +184,13 @@ class CpuBackend:
         parts = [self._target.top_k(self.hidden, index[i : i + HEAD_ROWS], 1) for i in range(0, num, HEAD_ROWS)]
         best, logprobs = (np.concatenate([getattr(p, name)[:, 0] for p in parts]) for name in ("ids", "logprobs"))
         return Scored(self.hidden[:num], self.features[:num], best, logprobs)
+
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:
+        """Draft with the pair's present draft from now on. Raises ValueError if a step is in progress, or for a key
+        whose feature no page holds."""
+        draft = self._pair.draft_model
+        assert draft is not None, "a pair without a draft model has none to replace"
+        self._batch.renew_draft(draft.model.struct, first_draft_keys, draft)
 
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""

@@ -78,7 +78,7 @@ class LearningStore:
     def lock(self) -> IO[str]:
         """Hold the folder for a process that serves, until the returned file is closed. Raises OSError if another
         process holds it."""
-        file = open(self.folder / "lock", "w", encoding="utf-8", opener=_private)
+        file = open(self.folder / "lock", "w", encoding="utf-8", opener=private)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -160,7 +160,7 @@ class ServedWriter:
         if last is None or last.stat().st_size + len(line) > self.max_bytes // NUM_SEGMENTS:
             number = 1 if last is None else int(last.stem) + 1
             last = self.store.served_folder / f"{number:06d}.jsonl"
-        with open(last, "ab", opener=_private) as file:
+        with open(last, "ab", opener=private) as file:
             file.write(line)
 
     def _drop(self, segments: list[Path], num_bytes: int) -> None:
@@ -171,7 +171,7 @@ class ServedWriter:
             sizes.pop(0)
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
     """Open a file that its owner alone may read."""
     return os.open(path, flags, 0o600)
 
