@@ -73,18 +73,18 @@ def started(llm: LLM, prompt: list[int], drafting: Drafting, sampling: SamplingP
     return sequence
 
 
-def drafted(llm: LLM) -> list[list[int]]:
-    """The trees of the rest of what runs."""
-    trees = list[list[int]]()
+def drafted(llm: LLM) -> dict[int, list[int]]:
+    """The trees of the rest of what runs, by the index of their root."""
+    trees = dict[int, list[int]]()
     while llm.engine.is_busy:
         llm.engine.step()
         if (step := llm.engine.pipeline.last) is not None and step.plan.decoding:
             assert step.output.trees is not None
-            trees.append(step.output.trees.drafted.tokens.tolist())
+            trees[step.output.decodes[0].root] = step.output.trees.drafted.tokens.tolist()
     return trees
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("torch", marks=pytest.mark.rare)])
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("num_pages", [60, 10])
 def test_texts_are_the_same_whenever_the_draft_is_replaced(name: str, backend: str, num_pages: int) -> None:
@@ -105,7 +105,7 @@ def test_texts_are_the_same_whenever_the_draft_is_replaced(name: str, backend: s
                 swap(llm, (num_steps // 4) % 3)
         assert [sequence.output_ids for sequence in sequences] == expected, f"turn {turn}"
         batch = [[*s.tokens, *words(5, turn)] for s in sequences]
-    assert (num_pages == 60) or llm.engine.meter.num_preemptions > 0
+    assert num_pages == 60 or name == "adaptive" or llm.engine.meter.num_preemptions > 0
     assert llm.models.pair.draft_version > 4
 
 
@@ -120,11 +120,12 @@ def test_a_running_request_goes_on_as_if_it_had_always_had_the_new_draft(
     llm, other = (llm_of(seed, backend, window) for seed in (0, 7))
     ours = started(llm, words(53), WAYS[name], sampling, num_tokens)
     swap(llm, 7, window)
-    tail = drafted(llm)
+    ahead, tail = llm.engine.pipeline.lag, drafted(llm)
     theirs = started(other, words(53), WAYS[name], sampling, 1)
     trees = drafted(other)
     assert ours.tokens == theirs.tokens
-    assert len(tail) > 3 and trees[-len(tail) + 1 :] == tail[1:], "the last trees, of the same roots"
+    roots = sorted(tail.keys() & trees.keys())[ahead:]  # a step that was issued already has the old draft's tree
+    assert len(roots) >= 3 and [tail[root] for root in roots] == [trees[root] for root in roots]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
