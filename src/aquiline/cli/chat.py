@@ -51,7 +51,7 @@ def chat(
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat_session import ChatSession
-    from aquiline.engine.learning.learner import learning
+    from aquiline.engine.learning.learning_loop import learning
     from aquiline.engine.llm import LLM
 
     if sys.stdin is None:

@@ -82,7 +82,7 @@ def generate(
     from aquiline.engine.bulk import BulkRun
     from aquiline.engine.chat_session import user_prompt
     from aquiline.engine.encode import ending_with
-    from aquiline.engine.learning.learner import learning
+    from aquiline.engine.learning.learning_loop import learning
     from aquiline.engine.llm import LLM
     from aquiline.engine.model import ResolvedPair
 

@@ -12,7 +12,7 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
-from aquiline.engine.learning.learner import learning
+from aquiline.engine.learning.learning_loop import learning
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import AquilineError

@@ -98,10 +98,14 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     views = Views(teacher.views, cache)
     if start is not None:
         head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
+        head.fc.data /= scale
     else:
         head, scale = _begin(config, teacher, batches, views, reader.special, say)
     head = for_long_contexts(head, config)
     world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
+    for parameter in (head.fc, head.input_norm, head.fc_norm):
+        if parameter is not None and config.keep_fusion:
+            parameter.requires_grad_(False)
     head = head.to(device)
     assembler = Assembler(
         views, scale, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)).cpu(), teacher.head, device

@@ -32,11 +32,16 @@ LEARNING = "learning.json"
 
 class Served(NamedTuple):
     """An answered request. tokens: prompt and output, of which the first num_prompt are the prompt; rejected: indices
-    of tokens at which the draft model's token was another one."""
+    of tokens at which the draft model's token was another one; temperature: that it was drawn at."""
 
     tokens: list[int]
     num_prompt: int
     rejected: list[int]
+    temperature: float = 0.0
+
+
+Place = tuple[int, int]
+"""Where a served request stands: the number of its segment, and its line from 0."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,19 @@ class LearningStore:
     def served(self) -> Iterator[Served]:
         """The requests that are kept, the oldest first. Lines that a full disk or a kill has cut are left out, and a
         segment that is dropped meanwhile ends where it is read."""
+        return (served for _, served in self.placed())
+
+    def placed(self, after: Place = (0, 0)) -> Iterator[tuple[Place, Served]]:
+        """The same with the place of each, and only those behind a place."""
         for segment in self.segments():
+            number = int(segment.stem)
+            if number < after[0]:
+                continue
             with suppress(FileNotFoundError), segment.open("rb") as lines:
-                for line in lines:
+                for index, line in enumerate(lines):
                     with suppress(ValueError, TypeError):
-                        yield Served(**parse_json(line))
+                        if (number, index) > after:
+                            yield (number, index), Served(**parse_json(line))
 
     def generations(self) -> list[Generation]:
         """The generations that are there, by number."""

@@ -76,8 +76,8 @@ class FirstGuesses:
         return ours - theirs + DEVIATIONS * math.sqrt(own + others) < 0
 
 
-class Learner:
-    """Learns for one engine. `with Learner(...)`: leaving it kills the trainer and lets the folder go.
+class LearningLoop:
+    """Learns for one engine. `with LearningLoop(...)`: leaving it kills the trainer and lets the folder go.
 
     Raises ValueError for a pair that cannot replace its draft and a folder of another pair, OSError for a folder that
     cannot be written or that another process serves with."""
@@ -126,7 +126,7 @@ class Learner:
         if not request.learn or request.cache_salt is not None or sequence.error is not None or not sequence.output_ids:
             return
         try:
-            self._writer.add(Served(sequence.tokens, sequence.num_prompt, sequence.rejected))
+            self._writer.add(Served(sequence.tokens, sequence.num_prompt, sequence.rejected, request.sampling.temperature))
             self._is_full = False
         except OSError as error:
             if not self._is_full:
@@ -171,7 +171,7 @@ class Learner:
             self._serve(state.serving, state)
         for found in self.store.generations():
             is_next = found.accepted and found.parent == self.serving and found.generation > self.serving
-            if is_next and found.generation not in state.rolled_back:
+            if is_next and found.generation not in state.rolled_back and self.store.has_weights(found.generation):
                 self._serve(found.generation, state)
                 return
 
@@ -207,12 +207,12 @@ class Learner:
 
 
 @contextmanager
-def learning(llm: LLM, pair: PairConfig, config: LearnConfig) -> Iterator[Learner | None]:
-    """Learn while the block runs, where settings ask for it. Raises as Learner."""
+def learning(llm: LLM, pair: PairConfig, config: LearnConfig) -> Iterator[LearningLoop | None]:
+    """Learn while the block runs, where settings ask for it. Raises as LearningLoop."""
     if config.learn is None:
         yield None
         return
-    with Learner(llm, pair, config) as learner:
+    with LearningLoop(llm, pair, config) as learner:
         yield learner
 
 
