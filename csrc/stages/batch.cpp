@@ -120,7 +120,7 @@ void admit(AqBatch* batch, const AqAdmit& a) {
   slot.num_prompt = a.num_prompt, slot.max_tokens = a.max_tokens;
   slot.num_hit = slot.num_computed = a.num_hit;
   slot.first_draft_key = a.first_draft_key;
-  slot.draft_end = a.first_draft_key > a.num_hit ? a.first_draft_key : a.num_hit;
+  slot.draft_end = a.draft_end;
   slot.sampling = a.sampling;
   slot.history.assign(a.tokens, a.tokens + a.num_tokens);
   slot.held.clear();

@@ -17,7 +17,7 @@ from aquiline.kv.pool import PagePool
 @dataclass(eq=False)
 class Node:
     """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds all its draft
-    keys."""
+    keys; was_missed: a sequence that may draft wanted them, and they were not there."""
 
     space: Hashable
     tokens: tuple[int, ...]
@@ -25,6 +25,7 @@ class Node:
     has_draft: bool
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    was_missed: bool = False
 
 
 class PrefixCache:

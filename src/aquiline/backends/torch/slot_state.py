@@ -87,15 +87,13 @@ class SlotState:
         """A sequence takes its slot."""
         slot, s = admit.slot, admit.sampling
         assert s.seed is not None, "the engine resolves seeds"
-        # Either all draft keys of the cached pages are usable, or none: then the first stands one index behind them.
-        draft_end = max(admit.num_hit, admit.first_draft_key)
         rules = Rules(admit, vocab_size, self.device) if s.changes_logits or admit.bad_words else None
         self.hosts[slot] = HostSlot(
-            admit, draft_end=draft_end, num_prompt_logprobs=admit.num_prompt_logprobs, rules=rules
+            admit, draft_end=admit.draft_end, num_prompt_logprobs=admit.num_prompt_logprobs, rules=rules
         )
         self.history[slot, : len(admit.tokens)] = torch.tensor(admit.tokens, device=self.device)
         self.first_draft_key[slot] = admit.first_draft_key
-        self.draft_end[slot] = draft_end
+        self.draft_end[slot] = admit.draft_end
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = s.temperature, s.top_p, s.min_p
         self.top_k[slot] = s.top_k
         self.seed[slot, 0], self.seed[slot, 1] = s.seed & MASK32, s.seed >> 32
