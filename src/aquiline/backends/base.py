@@ -170,8 +170,8 @@ class StepInput(NamedTuple):
 
 class Decoded(NamedTuple):
     """What a Decode did. root: the root's index before the step; kept: the accepted drafts, then the target's own
-    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; logprobs: one per kept token,
-    where the sampling asks; guesses: of a Decode with a cut, what the draft said at each level that was drafted,
+    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; logprobs: one per kept
+    token, where the sampling asks; guesses: of a Decode with a cut, what the draft said at each level that was drafted,
     whether it was verified or not.
 
     The slot's draft keys are those of the KV indices [first_draft_key, draft_end). The features of tokens below

@@ -48,7 +48,8 @@ class StepPlan(NamedTuple):
 class Scheduler:
     """Owns the waiting queue, the slots and, through the pool, the pages.
 
-    draft_window: how many keys a draft row sees at most, its own among them; 0: all. extends: by slot, the draft keys
+    draft_window: how many keys a draft row sees at most, its own among them; 0: all. are_drafting: whether the sequence
+    that ended last, of those that may draft, was drafting. extends: by slot, the draft keys
     that published pages still lack; the next plan has the backend write them."""
 
     def __init__(
@@ -59,6 +60,7 @@ class Scheduler:
         self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
         self.extends: dict[int, Extend] = {}
+        self.are_drafting = True
         self.num_preemptions = 0
         self.chunk_rows = row_budget  # prompt rows at most of a step in which others decode
         self._row_s = deque[float](maxlen=3)  # of the last steps with chunks; the median ignores a disturbed one
@@ -141,6 +143,7 @@ class Scheduler:
         for sequence in sequences:
             self._publish(sequence)
             if sequence.finish_reason is not None:  # published first: its pages may go to another sequence at once
+                self.are_drafting = sequence.is_drafting if sequence.drafts else self.are_drafting
                 self.remove(sequence)
 
     def _make_room(self) -> bool:
@@ -219,17 +222,17 @@ class Scheduler:
 
         Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
         page: it pairs the first feature there with the token after it, so it stands one index further. But if such
-        pages were missed before, and there is time, the prompt is computed again from the first one on: this writes
-        nothing but their draft keys, from then on for all. There is time unless sequences run that may draft and do
-        not."""
+        pages were missed before, and sequences draft at present, the prompt is computed again from the first such page
+        on: this writes nothing but draft keys, from then on for all."""
         size, window, nodes = self.pool.page_size, self.draft_window, sequence.nodes
         first_seen = max(1, (sequence.prefill_end - window + 1) // size * size if window else 1)
-        missing = [i for i, n in enumerate(nodes) if sequence.drafts and not n.has_draft and (i + 1) * size > first_seen]
-        has_time = all(s is None or s.is_drafting or not s.drafts for s in self.running)
+        missing = [
+            i for i, n in enumerate(nodes) if sequence.drafts and not n.has_draft and (i + 1) * size > first_seen
+        ]
         sequence.first_draft_key, sequence.draft_end = first_seen, max(sequence.num_hit, first_seen)
         if not missing:
             return
-        is_again = has_time and all(nodes[i].was_missed for i in missing)
+        is_again = self.are_drafting and all(nodes[i].was_missed for i in missing)
         if is_again:
             sequence.draft_end = max(missing[0] * size, first_seen)
             sequence.num_cached = sequence.draft_end - 1
@@ -240,10 +243,10 @@ class Scheduler:
             nodes[i].was_missed = not is_again
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence is drafting, a page is
-        offered only when its draft keys are written, or will be written before another sequence can read them. Pages
-        of a sequence that does not draft are offered without them; should it draft later, they have them from then
-        on."""
+        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence is drafting, a page
+        is offered only when its draft keys are written, or will be written before another sequence can read them.
+        Pages of a sequence that does not draft are offered without them; should it draft later, they have them from
+        then on."""
         size, end, slot = self.pool.page_size, sequence.num_cached, sequence.slot
         drafted = min(sequence.draft_end, end) if sequence.drafts else 0  # no draft key is read from there on
         is_due = end // size > len(sequence.nodes) or drafted // size > sequence.num_drafted_pages
