@@ -108,11 +108,12 @@ class Pages(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Compute tokens [start, end) of an admitted sequence: their keys and, if it drafts, features and draft keys.
+    """Compute tokens [start, end) of an admitted sequence: their keys and, if it drafts, features. A backend may write
+    their draft keys later, when the sequence first drafts.
 
     is_last: the sequence decodes after it. draws: the last row draws the first output token, which becomes the root;
-    otherwise the root is the admitted token at index `end`. A prompt that the prefix cache holds whole computes its
-    last row again without writing it."""
+    otherwise the root is the admitted token at index `end`. Rows of cached pages may be computed again, for the token
+    that the last one draws or for draft keys that the pages lack; the target's keys there are not written."""
 
     slot: int
     start: int
@@ -171,9 +172,13 @@ class StepInput(NamedTuple):
 
 class Decoded(NamedTuple):
     """What a Decode did. root: the root's index before the step; kept: the accepted drafts, then the target's own
-    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; draft_end: KV indices below
-    it have their draft keys; logprobs: one per kept token, where the sampling asks; guesses: of a Decode with a cut,
-    what the draft said at each level that was drafted, whether it was verified or not."""
+    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; logprobs: one per kept
+    token, where the sampling asks; guesses: of a Decode with a cut, what the draft said at each level that was drafted,
+    whether it was verified or not.
+
+    The slot's draft keys are those of the KV indices [first_draft_key, draft_end). The features of tokens below
+    features_end stand in its pages if they are kept at all; the backend has later ones elsewhere, until the slot
+    drafts."""
 
     root: int
     kept: list[int]
@@ -181,16 +186,20 @@ class Decoded(NamedTuple):
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
     guesses: list[Guess] = []
+    first_draft_key: int = 1
+    features_end: int = 0
 
 
 class Prefilled(NamedTuple):
     """What a Chunk did. first_token: what its last row drew (-1 where the logits are not numbers), None where it does
-    not draw; draft_end as in Decoded; logprobs of the first token; prompt_logprobs: the next ones, in order."""
+    not draw; logprobs of the first token; prompt_logprobs: the next ones, in order; the others as in Decoded."""
 
     first_token: int | None
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = []
+    first_draft_key: int = 1
+    features_end: int = 0
 
 
 class VerifiedTrees(NamedTuple):

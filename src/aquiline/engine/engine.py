@@ -114,9 +114,8 @@ class Engine:
         """Make the controller of adaptive drafting, which needs to know what steps cost. The first adaptive request
         does it too. It takes some seconds if the costs were never measured on this machine."""
         if self.controller is None:
-            self.controller = Controller(
-                StepCosts(cost_table(self.models, self.config.calibration)), self.meter.choices
-            )
+            costs = StepCosts(cost_table(self.models, self.config.calibration))
+            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window)
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or

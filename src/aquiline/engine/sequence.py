@@ -186,8 +186,10 @@ class Sequence:
     in_flight: int = 0  # tokens at most that planned steps will add
     first_draft_key: int = 1  # no KV index below it has a draft key that may be read
     draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
+    features_end: int = 0  # features of tokens below it stand in its pages if anywhere
+    is_drafting: bool = True  # whether the draft model ran in its last decode step; true before the first
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
-    has_old_keys: bool = False  # whether some of these held draft keys of an earlier draft, which are written anew
+    num_drafted_pages: int = 0  # pages up to where draft keys were written when its pages were last published
     is_published: bool = True  # whether further pages may be published after `nodes`
     sources: list[Source] = field(default_factory=list)  # who wrote each output token
     pieces: list[str] = field(default_factory=list)  # the text of each delta
@@ -253,7 +255,8 @@ class Sequence:
         self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
         if self.slot == decode.slot:
             self.num_cached += num_kept
-            self.draft_end = decoded.draft_end
+            self._note_draft(decoded)
+            self.is_drafting = decode.drafting.needs_draft_model
             self.num_rows = 1 + decoded.num_drafted
         return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
 
@@ -274,12 +277,16 @@ class Sequence:
         self.prompt_logprobs += prefilled.prompt_logprobs
         if self.slot == chunk.slot:
             self.num_cached = chunk.end
-            self.draft_end = prefilled.draft_end
+            self._note_draft(prefilled)
         if prefilled.first_token is None:
             return None
         delta = self._append_or_fail([prefilled.first_token], 0, prefilled.logprobs)
         self.counters.num_prefilled += len(delta.token_ids)
         return delta
+
+    def _note_draft(self, outcome: Decoded | Prefilled) -> None:
+        self.first_draft_key, self.draft_end = outcome.first_draft_key, outcome.draft_end
+        self.features_end = outcome.features_end
 
     def _append_or_fail(
         self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"

@@ -17,7 +17,8 @@ from aquiline.kv.pool import PagePool
 @dataclass(eq=False)
 class Node:
     """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds the fused features
-    of its tokens and all its draft keys, which the draft of that draft_version has written."""
+    of its tokens and all its draft keys, which the draft of that draft_version has written; was_missed: a sequence that
+    may draft wanted them, and they were not there."""
 
     space: Hashable
     tokens: tuple[int, ...]
@@ -26,6 +27,7 @@ class Node:
     parent: Node | None
     draft_version: int = 0
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    was_missed: bool = False
 
 
 class PrefixCache:

@@ -149,7 +149,7 @@ class NativeBatch:
 
     def _make_room(self, num_steps: int) -> None:
         self._room = num_steps
-        report = 3 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
+        report = 3 + self.num_slots * (9 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
         self.out = (c_int32 * (num_steps * report))()
         self.seconds = (c_double * (num_steps * NUM_TIMES))()
 
@@ -241,9 +241,9 @@ def admission(admit: Admit, kept: list[object]) -> AqAdmit:
     words = [number for word in admit.bad_words for number in (len(word), *word)]
     return AqAdmit(
         slot=admit.slot, num_tokens=len(admit.tokens), num_prompt=admit.num_prompt, num_hit=admit.num_hit,
-        drafts=admit.drafts, first_draft_key=admit.first_draft_key, draft_end=admit.draft_end,
-        min_tokens=s.min_tokens, max_tokens=s.max_tokens,
-        num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids), bad_words_size=len(words),
+        drafts=admit.drafts, first_draft_key=admit.first_draft_key, draft_end=admit.draft_end, min_tokens=s.min_tokens,
+        max_tokens=s.max_tokens, num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids),
+        bad_words_size=len(words),
         repetition_penalty=s.repetition_penalty, presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,
         sampling=AqSampling(s.temperature, s.top_p, s.min_p, s.top_k, 0, s.seed),

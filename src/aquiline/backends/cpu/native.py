@@ -161,10 +161,8 @@ class AqAdmit(Structure):
     """A sequence takes a slot."""
 
     _fields_ = [
-        *(
-            (n, c_int32)
-            for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts", "first_draft_key", "draft_end")
-        ),
+        *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts")),
+        *((n, c_int32) for n in ("first_draft_key", "draft_end")),
         *((n, c_int32) for n in ("min_tokens", "max_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
         *((n, c_float) for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         ("sampling", AqSampling),

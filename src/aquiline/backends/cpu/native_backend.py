@@ -236,20 +236,19 @@ class CpuBackend:
         found = out[begin : begin + size]
         at = tree_size = 0
         for decode in step.decodes:
-            root, num_drafted, draft_end, num_kept = found[at : at + 4]
-            at += 4 + num_kept
-            if decode.cut is None:
-                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end))
-            else:
+            root, num_drafted, first_key, draft_end, features_end, num_kept = found[at : at + 6]
+            at += 6 + num_kept
+            kept, guesses = found[at - num_kept : at], list[Guess]()
+            if decode.cut is not None:
                 end = at + 1 + 3 * found[at]
                 guesses = [*map(Guess, found[at + 1 : end : 3], found[at + 2 : end : 3], found[at + 3 : end : 3])]
-                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end, None, guesses))
                 at = end
+            decodes.append(Decoded(root, kept, num_drafted, draft_end, None, guesses, first_key, features_end))
             tree_size += 2 * (num_drafted + 1) + num_kept
         for _ in step.chunks:
-            token, draft_end = found[at : at + 2]
-            at += 2
-            chunks.append(Prefilled(None if token == -2 else token, draft_end))
+            token, first_key, draft_end, features_end = found[at : at + 4]
+            at += 4
+            chunks.append(Prefilled(None if token == -2 else token, draft_end, None, [], first_key, features_end))
         begin += size
         trees = None
         if step.with_trees or self._reader.wishes:

@@ -67,6 +67,9 @@ searches without a copy may take. Where they would take more, they are as many t
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
 
+KEYS_PER_PASS = 32
+"""Number of missing draft keys that take about as long to write as a pass over one row."""
+
 PLAIN = NoDraft()
 UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 """The Cut of a probe: one pass of the draft, and nothing is verified."""
@@ -108,10 +111,12 @@ class _SequenceState:
 
 @dataclass(eq=False)
 class Controller:
-    """Chooses for the adaptive sequences of an engine and learns from every step."""
+    """Chooses for the adaptive sequences of an engine and learns from every step. draft_window: how many keys a draft
+    row sees at most; 0: all."""
 
     costs: StepCosts
     ledger: Ledger = field(default_factory=Ledger)
+    draft_window: int = 0
 
     def __post_init__(self) -> None:
         self._pools = [Pool() for _ in range(NUM_POOLS)]
@@ -186,7 +191,9 @@ class Controller:
             if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
                 self._overlap.add(0, decoded.guesses[0].token == first)
             if decoded.guesses and state.record is not None:
-                state.record.observe(decoded.guesses, decoded.kept)
+                num_seen = decoded.root + 1 - decoded.first_draft_key
+                most_seen = min(self.draft_window or decoded.root, decoded.root)
+                state.record.observe(decoded.guesses, decoded.kept, 2 * num_seen < most_seen)
         is_learnt = has_adaptive and not step.plan.chunks  # the table does not have the cost of prompts
         self._inside_ms = sum(output.seconds.values()) * 1e3 if is_learnt and output.seconds is not None else 0.0
         if has_adaptive and is_timed:
@@ -325,7 +332,9 @@ class Controller:
         if not idle:
             return
         sequence = min(idle, key=lambda s: self._states[s].last_probe)
-        cost = self._probe_cost = self.costs.draft_ms((1,), float(len(sequence.tokens)))
+        num_missing = min(self.draft_window or math.inf, sequence.num_cached - sequence.draft_end)
+        passes = 1.0 + num_missing / KEYS_PER_PASS
+        cost = self._probe_cost = passes * self.costs.draft_ms((1,), float(len(sequence.tokens)))
         self._probe_ms = min(self._probe_ms, 2 * INITIAL_PROBES * cost)
         if self._probe_ms >= cost:
             self._states[sequence].last_probe = self._num_steps

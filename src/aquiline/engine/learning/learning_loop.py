@@ -126,7 +126,9 @@ class LearningLoop:
         if not request.learn or request.cache_salt is not None or sequence.error is not None or not sequence.output_ids:
             return
         try:
-            self._writer.add(Served(sequence.tokens, sequence.num_prompt, sequence.rejected, request.sampling.temperature))
+            self._writer.add(
+                Served(sequence.tokens, sequence.num_prompt, sequence.rejected, request.sampling.temperature)
+            )
             self._is_full = False
         except OSError as error:
             if not self._is_full:
