@@ -66,6 +66,7 @@ def chat(
     with learning(llm, pair, learn) as learner:
         tell(None if learner is None else learner.notice)
         converse(session, drafting.is_speculative, as_json)
+        tell(None if learner is None else learner.summary)
 
 
 chat.__doc__ = f"{inspect.getdoc(chat)}\n{EXAMPLES}"

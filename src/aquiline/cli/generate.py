@@ -101,6 +101,7 @@ def generate(
         with learning(llm, pair, learn) as learner:
             tell(None if learner is None else learner.notice)
             failed = show_file(run, llm, wrapped, template.system, as_json).failed
+            tell(None if learner is None else learner.summary)
         if failed:
             raise typer.Exit(1)
         return

@@ -97,7 +97,7 @@ class LearningLoop:
             {"target": fingerprint(self.resolved.target), "draft": fingerprint(self.resolved.draft)},
         )
         self.notice = told(config, llm.models.weight_bytes, llm.models.draft_config)
-        self.serving, self._began_s = 0, time.monotonic()
+        self.generation, self._began_s = 0, time.monotonic()
         self._guesses = FirstGuesses()  # of the generation that serves, and of the one before
         self._before: FirstGuesses | None = None
         self._next_judged = LEAST_REQUESTS  # requests of the generation that serves
@@ -106,11 +106,22 @@ class LearningLoop:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aquiline-learner", daemon=True)
 
-    def __enter__(self) -> Learner:
+    def __enter__(self) -> LearningLoop:
         self._follow()
         self.engine.on_end = self.record
         self._thread.start()
         return self
+
+    @property
+    def summary(self) -> str:
+        """Which generation serves, and what it is worth."""
+        found = self.store.serving()
+        worth = (
+            "the draft as it was shipped"
+            if found is None
+            else (f"simulated tau {found.tau_after:.3f}, {found.tau_before:.3f} of the one before")
+        )
+        return f"learn: generation {self.generation} serves, {worth}"
 
     def __exit__(self, *error: object) -> None:
         self.engine.on_end = None
@@ -159,20 +170,20 @@ class LearningLoop:
             return
         self._next_judged += LEAST_REQUESTS
         if self._guesses.is_behind(self._before):
-            parent = next((g.parent for g in self.store.generations() if g.generation == self.serving), 0)
+            parent = next((g.parent for g in self.store.generations() if g.generation == self.generation), 0)
             logger.warning(
                 "learn: generation %d is taken back: its first guesses are right %.3f of the time, those before %.3f",
-                self.serving, self._guesses.rate()[0], self._before.rate()[0],
+                self.generation, self._guesses.rate()[0], self._before.rate()[0],
             )  # fmt: skip
-            self._refuse(self.serving, parent)
+            self._refuse(self.generation, parent)
 
     def _follow(self) -> None:
         """Let the generation serve that the folder names, or the next one that was made of it and accepted."""
         state = self.store.state()
-        if state.serving != self.serving:
+        if state.serving != self.generation:
             self._serve(state.serving, state)
         for found in self.store.generations():
-            is_next = found.accepted and found.parent == self.serving and found.generation > self.serving
+            is_next = found.accepted and found.parent == self.generation and found.generation > self.generation
             if is_next and found.generation not in state.rolled_back and self.store.has_weights(found.generation):
                 self._serve(found.generation, state)
                 return
@@ -185,11 +196,11 @@ class LearningLoop:
             self.engine.models.pair.replace_draft(self.resolved.draft_weights(place))
         except (ValueError, AquilineError, OSError) as error:
             logger.warning("learn: generation %d cannot serve: %s", generation, error)
-            self._refuse(generation, self.serving)
+            self._refuse(generation, self.generation)
             return
-        self._before = self._guesses if generation > self.serving else None
+        self._before = self._guesses if generation > self.generation else None
         self._guesses, self._next_judged = FirstGuesses(), LEAST_REQUESTS
-        self.serving, self._began_s = generation, time.monotonic()
+        self.generation, self._began_s = generation, time.monotonic()
         self._write(replace(state, serving=generation))
         logger.info("learn: generation %d serves", generation)
 
@@ -198,7 +209,7 @@ class LearningLoop:
         state = self.store.state()
         state = ServingState(serving, tuple(sorted({*state.rolled_back, generation})))
         self._write(state)
-        if serving != self.serving:
+        if serving != self.generation:
             self._serve(serving, state)
 
     def _write(self, state: ServingState) -> None:

@@ -137,10 +137,19 @@ class LearningStore:
         """Where a generation's draft is."""
         return self.generations_folder / f"{generation:04d}"
 
+    def has_weights(self, generation: int) -> bool:
+        """Whether a generation's draft is still there: a refused one has none, and an old one loses it."""
+        return (self.checkpoint(generation) / "model.safetensors").is_file()
+
     def state(self) -> ServingState:
         """Which generation serves."""
         told = _read(self.folder / "state.json") or {}
         return ServingState(told.get("serving", 0), tuple(told.get("rolled_back", ())))
+
+    def serving(self) -> Generation | None:
+        """What is told of the generation that serves; None of the draft as it was shipped."""
+        number = self.state().serving
+        return next((found for found in self.generations() if found.generation == number), None)
 
     def write_state(self, state: ServingState) -> None:
         """Say which generation serves from now on; a server that runs follows. Raises OSError."""
