@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import lru_cache
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_system_prompt_first_met_by_sequences_that_do_not_draft_blinds_nobody_
     """Its pages have no draft keys. Once sequences draft, the first that misses them says so, and the next computes
     that part of the prompt again; later ones guess as after a prompt without a hit."""
     llm, fresh = windowed_llm(prefix_cache=True), windowed_llm()
-    controlled(llm, DEAR_ROWS, draft_ms=50.0)
+    controlled(llm, DEAR_ROWS, draft_ms=50.0)._probe_ms = -math.inf  # a probe would write the keys of its window
     shared = words(80)
     ways: list[Drafting] = [Adaptive(lookup=False)] * 3 + [SPECS["chain4"]] * 3
     starts, outputs = [], []
