@@ -5,6 +5,7 @@
     DIR/generations/NNNN/     a draft checkpoint with learning.json (`Generation`); appears whole, by a rename
     DIR/state.json            which generation serves (`ServingState`); replaced whole
     DIR/lock                  held by the process that serves
+    DIR/replay, work, learner.json  the trainer's own (train/learner)
 
 Generation 0 is the draft as it was shipped, and has no folder. Files hold token ids of users' texts: folders have the
 mode 0700, files 0600.
