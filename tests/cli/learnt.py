@@ -22,7 +22,9 @@ def write_learnt(folder: Path, draft: Path) -> LearningStore:
     """Generations 1, 2 (refused) and 3, which serves; one served request; replay and an attempt in hand."""
     store = LearningStore(folder)
     store.claim({"target": "smollm2", "draft": None}, {"target": "t"})
-    refused = replace(FIRST, generation=2, parent=1, tau_before=1.8, tau_after=1.75, interval=(0.9, 1.02), accepted=False)
+    refused = replace(
+        FIRST, generation=2, parent=1, tau_before=1.8, tau_after=1.75, interval=(0.9, 1.02), accepted=False
+    )
     third = replace(FIRST, generation=3, parent=1, tokens=15000, tau_before=1.8, tau_after=2.0)
     for each in (FIRST, refused, third):
         if each.accepted:

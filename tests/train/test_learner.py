@@ -117,7 +117,9 @@ def test_the_weights_of_old_generations_go_but_not_those_that_serve(
         found = own.learn(read_lesson(store, (0, 0)))
         assert found is not None and found.accepted and found.generation == number
         store.write_state(ServingState(min(2, number)))
-    assert [store.has_weights(number) for number in (1, 2, 3)] == [True, True, True], "1 is the parent of 2, which serves"
+    assert [store.has_weights(number) for number in (1, 2, 3)] == [True, True, True], (
+        "1 is the parent of 2, which serves"
+    )
     store.write_state(ServingState(3))
     assert own.learn(read_lesson(store, (0, 0))) is not None
     assert [store.has_weights(number) for number in (1, 2, 3, 4)] == [False, True, True, True]

@@ -282,8 +282,8 @@ class Scheduler:
                 self.extends[slot] = Extend(slot, drafted)
         for index in range(sequence.num_drafted_pages, min(len(sequence.nodes), drafted // size)):
             if sequence.first_draft_key <= max(1, index * size):
-                node = sequence.nodes[index]
-                node.has_draft, node.draft_version = True, self.prefix.draft_version
+                own = sequence.nodes[index]
+                own.has_draft, own.draft_version = True, self.prefix.draft_version
         for index in range(len(sequence.nodes), end // size):
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]

@@ -224,7 +224,7 @@ class EngineClient:
             return
         self.info, self.state = first, "ready"
         log("engine ready", pid=life.process.pid, memory=first.memory)
-        if first.learning is not None:
+        if first.learning:
             log(first.learning)
 
     def _arrived(self, life: Life, message: StepMessage) -> None:
