@@ -101,6 +101,7 @@ class LearningLoop:
         self._guesses = FirstGuesses()  # of the generation that serves, and of the one before
         self._before: FirstGuesses | None = None
         self._next_judged = LEAST_REQUESTS  # requests of the generation that serves
+        self._unwritten: ServingState | None = None  # the disk was full
         self._writer, self._is_full = ServedWriter(self.store, config.learn_bytes), False
         self._trainer = TrainerProcess(config.learn)
         self._closing = threading.Event()
@@ -153,9 +154,9 @@ class LearningLoop:
             if num_forwards != self.engine.meter.num_target_forwards:
                 num_forwards, last_s = self.engine.meter.num_target_forwards, now
             is_idle = now - last_s >= IDLE_S
-            credit_s = min(1.0, credit_s + self.config.learn_share * TICK_S)
+            credit_s = 0.0 if is_idle else min(TICK_S, credit_s + self.config.learn_share * TICK_S)
             may_run = is_idle or credit_s >= TICK_S
-            credit_s -= TICK_S if may_run and not is_idle else 0.0
+            credit_s -= TICK_S if may_run else 0.0
             if self.store.segments() and (ended := self._trainer.pace(may_run)) is not None:
                 logger.warning("learn: %s", ended)
             if now - followed_s >= FOLLOW_S:
@@ -179,7 +180,9 @@ class LearningLoop:
 
     def _follow(self) -> None:
         """Let the generation serve that the folder names, or the next one that was made of it and accepted."""
-        state = self.store.state()
+        if self._unwritten is not None:
+            self._write(self._unwritten)
+        state = self._state()
         if state.serving != self.generation:
             self._serve(state.serving, state)
         for found in self.store.generations():
@@ -206,17 +209,24 @@ class LearningLoop:
 
     def _refuse(self, generation: int, serving: int) -> None:
         """Generation `generation` must not serve again; `serving` does."""
-        state = self.store.state()
+        state = self._state()
         state = ServingState(serving, tuple(sorted({*state.rolled_back, generation})))
         self._write(state)
         if serving != self.generation:
             self._serve(serving, state)
 
+    def _state(self) -> ServingState:
+        """What the folder says, or what it is to say once there is room on the disk."""
+        return self._unwritten or self.store.state()
+
     def _write(self, state: ServingState) -> None:
         try:
             self.store.write_state(state)
+            self._unwritten = None
         except OSError as error:
-            logger.warning("learn: the state is not written: %s", error)
+            if self._unwritten is None:
+                logger.warning("learn: which generation serves is not written until there is room: %s", error)
+            self._unwritten = state
 
 
 @contextmanager

@@ -31,8 +31,8 @@ CODE = f"from {__name__} import become_trainer; become_trainer()"
 
 
 class TrainerProcess:
-    """The trainer of a folder. Not started before `pace` first lets it run; to be used by one thread, which must live
-    as long as the trainer."""
+    """The trainer of a folder. Not started before `pace` first lets it run; to be used by one thread, with which it
+    dies."""
 
     def __init__(self, folder: Path, module: str = TRAINER) -> None:
         self.folder, self.module, self.log = folder, module, folder / "trainer.log"
@@ -44,7 +44,7 @@ class TrainerProcess:
         """Let the trainer run from now on, or stop it where it stands. Returns why it has ended, if it has."""
         if self.process is not None and (code := self.process.poll()) is not None:
             self.process, self.is_running = None, False
-            self._start_s, self._pause_s = time.monotonic() + self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._wait()
             lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
             return f"the trainer has ended (exit code {code}): {next(filter(None, reversed(lines)), 'said nothing')}"
         if may_run == self.is_running:
@@ -53,7 +53,11 @@ class TrainerProcess:
             self.process.send_signal(signal.SIGCONT if may_run else signal.SIGSTOP)
             self.is_running = may_run
         elif time.monotonic() >= self._start_s:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no room on the disk, or for another process
+                self._wait()
+                return f"the trainer cannot be started: {error}"
         return None
 
     def close(self) -> None:
@@ -62,6 +66,9 @@ class TrainerProcess:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    def _wait(self) -> None:
+        self._start_s, self._pause_s = time.monotonic() + self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _start(self) -> None:
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "AQUILINE_THREADS"), "1")
