@@ -236,6 +236,14 @@ class ResolvedPair:
         draft = read_draft(self.draft, read_model_config(self.target), self.how.overrides)
         return self.how.for_draft(draft.config).draft_dtype
 
+    def draft_weights(self, checkpoint: Path) -> DraftWeights:
+        """The weights of another draft of the target's, to replace the pair's: Pair.replace_draft. Raises
+        CheckpointError as `load`."""
+        how, config = replace(self.how, draft_dtype=self.draft_storage), read_model_config(self.target)
+        draft = read_pair(config, open_tensors(self.target), checkpoint, how, is_checked=False)[1]
+        assert draft is not None
+        return draft
+
     def load(self) -> LoadedModels:
         """Load and pack the models.
 

@@ -84,7 +84,7 @@ class LearningStore:
     def lock(self) -> IO[str]:
         """Hold the folder for a process that serves, until the returned file is closed. Raises OSError if another
         process holds it."""
-        file = open(self.folder / "lock", "w", encoding="utf-8", opener=_private)
+        file = open(self.folder / "lock", "w", encoding="utf-8", opener=private)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -147,6 +147,11 @@ class LearningStore:
         told = _read(self.folder / "state.json") or {}
         return ServingState(told.get("serving", 0), tuple(told.get("rolled_back", ())))
 
+    def serving(self) -> Generation | None:
+        """What is told of the generation that serves; None of the draft as it was shipped."""
+        number = self.state().serving
+        return next((found for found in self.generations() if found.generation == number), None)
+
     def write_state(self, state: ServingState) -> None:
         """Say which generation serves from now on; a server that runs follows. Raises OSError."""
         self._write("state.json", asdict(state))
@@ -178,7 +183,7 @@ class ServedWriter:
         if last is None or last.stat().st_size + len(line) > self.max_bytes // NUM_SEGMENTS:
             number = 1 if last is None else int(last.stem) + 1
             last = self.store.served_folder / f"{number:06d}.jsonl"
-        with open(last, "ab", opener=_private) as file:
+        with open(last, "ab", opener=private) as file:
             file.write(line)
 
     def _drop(self, segments: list[Path], num_bytes: int) -> None:
@@ -189,7 +194,7 @@ class ServedWriter:
             sizes.pop(0)
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
     """Open a file that its owner alone may read."""
     return os.open(path, flags, 0o600)
 
