@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <new>
 
 using namespace aq;
@@ -120,7 +121,7 @@ void admit(AqBatch* batch, const AqAdmit& a) {
   slot.num_prompt = a.num_prompt, slot.max_tokens = a.max_tokens;
   slot.num_hit = slot.num_computed = a.num_hit;
   slot.first_draft_key = a.first_draft_key;
-  slot.draft_end = a.first_draft_key > a.num_hit ? a.first_draft_key : a.num_hit;
+  slot.draft_end = a.draft_end;
   slot.sampling = a.sampling;
   slot.history.assign(a.tokens, a.tokens + a.num_tokens);
   slot.held.clear();
@@ -160,6 +161,30 @@ AqBatch* aq_open_batch(const AqBatchConfig* config) {
 
 int aq_close_batch(AqBatch* batch) {
   delete batch;
+  return 0;
+}
+
+int aq_renew_draft(AqBatch* batch, const AqModel* draft, const int32_t* first_draft_keys) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_pointer("first_draft_keys", first_draft_keys, sizeof(int32_t)));
+  AQ_REQUIRE(batch->config.draft != nullptr, "the batch has no draft model");
+  AQ_REQUIRE(batch->stage == Stage::idle, "a step is in progress");
+  AQ_TRY(check_model(draft));
+  const AqModel& old = *batch->config.draft;
+  AQ_REQUIRE(draft->hidden == old.hidden && draft->num_layers == old.num_layers && draft->vocab == old.vocab &&
+                 draft->num_kv_heads == old.num_kv_heads && draft->head_dim == old.head_dim &&
+                 draft->head.n == old.head.n,
+             "the draft has another geometry than the one before");
+  for (int i = 0; i < batch->config.num_slots; i++) {
+    const Slot& slot = batch->slots[i];
+    const int first = first_draft_keys[i];
+    const int last = std::max(slot.first_draft_key, slot.num_computed + 1);
+    AQ_REQUIRE(first == 0 || (slot.drafts && first >= slot.first_draft_key && first <= last),
+               "first_draft_keys[%d]=%d: must be 0 or in [%d, %d]", i, first, slot.first_draft_key, last);
+  }
+  batch->config.draft = draft;
+  for (int i = 0; i < batch->config.num_slots; i++)
+    if (first_draft_keys[i] > 0) batch->slots[i].first_draft_key = batch->slots[i].draft_end = first_draft_keys[i];
   return 0;
 }
 

@@ -11,8 +11,10 @@
 
 namespace aq {
 
-// Rows of features that a slot holds at most before they are fused together: see fuse_held.
-constexpr int kMostHeld = 128;
+// Rows of features that a slot holds for the draft. A draft whose window is no longer reads nothing else, so its
+// sequences hold their last features until they draft, and drop older ones kSpareHeld at a time. Those of any other
+// draft have no more than kMostHeld; then they are fused together: see fuse_held.
+constexpr int kMostHeld = 256, kSpareHeld = 64;
 
 // What a sequence leaves in its slot between steps.
 struct Slot {
@@ -121,6 +123,12 @@ struct AqBatch {
   int vocab() const { return config.target->vocab; }
   int page_size() const { return config.target_kv->page_size; }
   int max_context() const { return config.pages_per_slot * page_size(); }
+  // The draft's window where slots hold all that it reads, see kMostHeld; else 0.
+  int held_window() const {
+    const int window = config.draft == nullptr ? 0 : config.draft->layers[0].attention.window;
+    return window <= aq::kMostHeld ? window : 0;
+  }
+  int num_held(const aq::Slot& slot) const { return (int)(slot.held.size() / config.fusion.fc.k); }
   float* fused_at(int slot, int index) const;
   void lap(aq::StageTime stage);
 };

@@ -61,7 +61,7 @@ int fuse_held(AqBatch* batch, const std::vector<int>& slots) {
   const float* fused = batch->g.data();
   for (const int number : slots) {
     Slot& slot = batch->slots[number];
-    for (int j = slot.num_computed - (int)(slot.held.size() / wide); j < slot.num_computed; j++, fused += width) {
+    for (int j = slot.num_computed - batch->num_held(slot); j < slot.num_computed; j++, fused += width) {
       float* kept = batch->fused_at(number, j);
       AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", number, j);
       memcpy(kept, fused, width * sizeof(float));

@@ -25,7 +25,8 @@ int move_paths(AqBatch* batch) {
                     sources.data(), targets.data(), (int)slots.size());
 }
 
-// Whether a decode's slot holds its features, since the draft model did not run for it and may not for long.
+// Whether a decode's slot holds its features, since the draft model did not run for it and may not for long. Chunks
+// hold theirs if the draft has a window: only what stands in it when the sequence drafts is ever computed.
 bool holds(const AqBatch& batch, size_t b) {
   return batch.slots[batch.decodes[b].slot].drafts && batch.decodes[b].shape < 0;
 }
@@ -36,22 +37,40 @@ int fuse_due(AqBatch* batch) {
   for (size_t b = 0; b < batch->decodes.size(); b++) {
     const int slot = batch->decodes[b].slot;
     if (batch->slots[slot].held.empty()) continue;
-    const size_t rows = batch->slots[slot].held.size() / batch->config.fusion.fc.k + batch->paths[b].size();
-    if (!holds(*batch, b) || rows > (size_t)kMostHeld) due.push_back(slot);
+    const int rows = batch->num_held(batch->slots[slot]) + (int)batch->paths[b].size();
+    if (!holds(*batch, b) || (batch->held_window() == 0 && rows > kMostHeld)) due.push_back(slot);
   }
   return fuse_held(batch, due);
+}
+
+// Drops the features that no draft row from the token `end` on reads. The draft keys before them are out of reach too.
+void drop_old(const AqBatch& batch, int end, Slot* slot) {
+  const int window = batch.held_window(), num_old = batch.num_held(*slot) - window;
+  if (window == 0 || num_old <= kSpareHeld) return;
+  slot->held.erase(slot->held.begin(), slot->held.begin() + (ptrdiff_t)num_old * batch.config.fusion.fc.k);
+  slot->first_draft_key = slot->draft_end = end - window + 1;
 }
 
 // Cannot fail: it changes slots.
 void hold(AqBatch* batch) {
   const size_t wide = batch->config.fusion.fc.k;
+  const auto add = [&](Slot* slot, int row, int count) {
+    const float* feature = batch->config.features + row * wide;
+    slot->held.insert(slot->held.end(), feature, feature + count * wide);
+  };
   for (size_t b = 0; b < batch->decodes.size(); b++) {
     if (!holds(*batch, b)) continue;
-    std::vector<float>& held = batch->slots[batch->decodes[b].slot].held;
-    for (const int node : batch->paths[b]) {
-      const float* feature = batch->config.features + (batch->trees.offsets[b] + node) * wide;
-      held.insert(held.end(), feature, feature + wide);
-    }
+    Slot& slot = batch->slots[batch->decodes[b].slot];
+    for (const int node : batch->paths[b]) add(&slot, batch->trees.offsets[b] + node, 1);
+    drop_old(*batch, slot.root() + (int)batch->paths[b].size(), &slot);
+  }
+  for (size_t i = 0; i < batch->chunks.size(); i++) {
+    const AqChunk& chunk = batch->chunks[i];
+    Slot& slot = batch->slots[chunk.slot];
+    const int begin = std::max(chunk.start, slot.first_feature());
+    if (!slot.drafts || batch->held_window() == 0 || begin >= chunk.end) continue;
+    add(&slot, batch->first_rows[i] + begin - chunk.start, chunk.end - begin);
+    drop_old(*batch, chunk.end, &slot);
   }
 }
 
@@ -68,7 +87,7 @@ std::vector<Featured> featured_rows(const AqBatch& batch) {
     for (int level = 0; level < (int)batch.paths[b].size(); level++)
       found.push_back({batch.trees.offsets[b] + batch.paths[b][level], slot, root + level});
   }
-  for (size_t i = 0; i < batch.chunks.size(); i++) {
+  for (size_t i = 0; batch.held_window() == 0 && i < batch.chunks.size(); i++) {
     const AqChunk& chunk = batch.chunks[i];
     if (!batch.slots[chunk.slot].drafts) continue;
     for (int j = std::max(chunk.start, batch.slots[chunk.slot].first_feature()); j < chunk.end; j++)
@@ -100,9 +119,10 @@ int fuse(AqBatch* batch) {
   return 0;
 }
 
-// Writes the draft keys of prompt chunks. The key behind a prompt's last token waits for the token that follows.
+// Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits for the token that follows.
 int extend_chunks(AqBatch* batch) {
   std::vector<Span> spans;
+  if (batch->held_window() > 0) return 0;
   for (const AqChunk& chunk : batch->chunks) {
     const Slot& slot = batch->slots[chunk.slot];
     const int until = chunk.is_last ? chunk.end : chunk.end + 1;
@@ -134,18 +154,27 @@ void advance(AqBatch* batch) {
 
 constexpr int kReportHead = 3;
 
+int32_t* report_draft(const AqBatch& batch, const Slot& slot, int32_t* at) {
+  *at++ = slot.first_draft_key, *at++ = slot.draft_end;
+  *at++ = slot.drafts ? slot.num_computed - batch.num_held(slot) : 0;
+  return at;
+}
+
 void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* out) {
   int32_t* at = out + kReportHead;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
-    *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1, *at++ = batch.slots[batch.decodes[b].slot].draft_end;
+    *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1;
+    at = report_draft(batch, batch.slots[batch.decodes[b].slot], at);
     *at++ = (int32_t)batch.kept[b].size();
     at = std::copy(batch.kept[b].begin(), batch.kept[b].end(), at);
     if (!batch.decodes[b].has_cut) continue;
     *at++ = (int32_t)batch.guesses[b].size();
     for (const Guess& guess : batch.guesses[b]) *at++ = guess.token, *at++ = guess.runner_up, *at++ = guess.margin;
   }
-  for (size_t i = 0; i < batch.chunks.size(); i++)
-    *at++ = batch.chunk_tokens[i], *at++ = batch.slots[batch.chunks[i].slot].draft_end;
+  for (size_t i = 0; i < batch.chunks.size(); i++) {
+    *at++ = batch.chunk_tokens[i];
+    at = report_draft(batch, batch.slots[batch.chunks[i].slot], at);
+  }
   out[0] = (int32_t)(at - out - kReportHead), out[1] = batch.num_draft_rows, out[2] = batch.num_experts;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
     const int first = batch.trees.offsets[b], end = batch.trees.offsets[b + 1];

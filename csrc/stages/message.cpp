@@ -25,6 +25,9 @@ int check_admit(const AqBatch& batch, const AqAdmit& a) {
   AQ_REQUIRE(!a.drafts || batch.config.draft != nullptr, "admit slot %d: drafts, and there is no draft model", a.slot);
   AQ_REQUIRE(a.first_draft_key >= 1 && a.first_draft_key <= std::max(a.num_hit + 1, a.num_tokens),
              "first_draft_key=%d: must be in [1, %d]", a.first_draft_key, std::max(a.num_hit + 1, a.num_tokens));
+  const int most = std::max(a.num_hit, a.first_draft_key);
+  AQ_REQUIRE(a.draft_end >= a.first_draft_key && a.draft_end <= most, "draft_end=%d: must be in [%d, %d]", a.draft_end,
+             a.first_draft_key, most);
   AQ_TRY(check_sampling(&a.sampling, 1));
   AQ_TRY(check_tokens("tokens", a.tokens, a.num_tokens, batch.vocab()));
   AQ_TRY(check_tokens("logit_bias", a.bias_tokens, a.num_biases, batch.vocab()));
@@ -194,7 +197,8 @@ int check_step(const AqBatch& batch, const Message& m, const AqAdmit* admits, in
     const AqAdmit* admit = admit_of[chunk.slot];
     AQ_REQUIRE(admit != nullptr || (slot.is_admitted && !slot.decodes),
                "chunk slot=%d: holds no sequence that prefills", chunk.slot);
-    if (admit != nullptr) AQ_TRY(check_chunk(chunk, admit->num_tokens, admit->num_hit));
+    // The first chunk may lie within the cached pages: their draft keys are computed.
+    if (admit != nullptr) AQ_TRY(check_chunk(chunk, admit->num_tokens, std::min(admit->num_hit, chunk.end)));
     else AQ_TRY(check_chunk(chunk, (int)slot.history.size(), slot.num_computed));
     num_rows += chunk.end - chunk.start;
   }

@@ -37,7 +37,7 @@ typedef struct {
 
 // A sequence takes a slot: see Admit in backends/base.py. bad_words: for each word its length, then its tokens.
 typedef struct {
-  int32_t slot, num_tokens, num_prompt, num_hit, drafts, first_draft_key;
+  int32_t slot, num_tokens, num_prompt, num_hit, drafts, first_draft_key, draft_end;
   int32_t min_tokens, max_tokens, num_biases, num_end_tokens, bad_words_size;
   float repetition_penalty, presence_penalty, frequency_penalty;
   AqSampling sampling;  // position apart
@@ -93,6 +93,10 @@ AqBatch* aq_open_batch(const AqBatchConfig*);  // NULL on failure
 int aq_close_batch(AqBatch*);
 int aq_add_shape(AqBatch*, const AqShape*, int32_t* number);
 
+// Between two steps: `draft`, of the same geometry, drafts from now on. first_draft_keys [num_slots]: of a slot whose
+// draft keys are all missing now, the first KV index that is to have one again; 0: the slot is left as it is.
+int aq_renew_draft(AqBatch*, const AqModel* draft, const int32_t* first_draft_keys);
+
 // Writes missing draft keys, applies admissions and pages, and grows the trees of the step's decodes. Here begin the
 // times that aq_keep reports as seconds [5]: draft, binding, verify, draw and accept, keep.
 int aq_draft(AqBatch*, const int32_t* message, const AqConfidence*, const AqAdmit* admits, int32_t num_admits);
@@ -112,10 +116,10 @@ int aq_verify(AqBatch*, const uint32_t* masks, int32_t num_rows, int32_t num_wor
 
 // Moves every slot to its next root. out holds the size of what follows up to the trees, the number of draft rows run,
 // and the number of experts that the target read, of all layers together; for each decode the root's index, the number
-// of nodes drafted, draft_end, the number of kept tokens, and the kept tokens (-1: the target's logits are not
-// numbers), with a cut also the number of levels that were drafted, and the token, the runner-up and the margin's
-// bucket of each; for each chunk the token drawn (-2: it does not draw) and draft_end. Then follow for each decode its
-// tree's tokens, parents, and the nodes of the kept path.
+// of nodes drafted, first_draft_key, draft_end and features_end (Decoded in backends/base.py), the number of kept
+// tokens, and the kept tokens (-1: the target's logits are not numbers), with a cut also the number of levels that were
+// drafted, and the token, the runner-up and the margin's bucket of each; for each chunk the token drawn (-2: it does
+// not draw) and the same three. Then follow for each decode its tree's tokens, parents, and the nodes of the kept path.
 int aq_keep(AqBatch*, int32_t* out, double* seconds);
 
 // The three stages one after the other; then the same decodes again from where they stand, num_steps times in all, or

@@ -117,7 +117,7 @@ class Player:
             Admit(
                 slot, list(text.tokens), len(prompt), sampling, num_hit=text.num_computed,
                 drafts=drafting.needs_draft_model if drafts is None else drafts,
-                first_draft_key=first_draft_key, **admit,
+                first_draft_key=first_draft_key, draft_end=max(text.num_computed, first_draft_key), **admit,
             )
         )  # fmt: skip
         self.pages[slot][: len(hit)] = hit

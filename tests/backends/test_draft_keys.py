@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 
 import numpy as np
 import pytest
 from tests.backends.playing import SAMPLED, Player, Text, new_pair, words
-from tests.conftest import needs_native
+from tests.conftest import TINY_DRAFT, needs_native, tiny_pair, weights_of
 
-from aquiline.backends.base import Extend
+from aquiline.backends.base import Extend, Pair
 from aquiline.backends.cpu.native_pair import CpuPair
+from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
 from aquiline.types import Float32
@@ -18,7 +20,7 @@ from aquiline.types import Float32
 pytestmark = needs_native
 
 WAYS: dict[str, Drafting] = {"chain": Chain(3), "static": Static(), "dynamic": Dynamic(3, 3, 12)}
-PROMPT = words(37)
+PROMPT, WINDOW = words(37), 24
 TREE = tuple[list[int], list[int], list[int]]
 
 
@@ -86,19 +88,46 @@ def test_a_spell_longer_than_a_pass_has_rows() -> None:
 
 
 def test_a_long_spell_without_drafts_holds_few_features() -> None:
-    """Those of 128 tokens at most wait to be fused, however long a text goes on without its draft. What is fused then
+    """Those of 256 tokens at most wait to be fused, however long a text goes on without its draft. What is fused then
     is what a step that drafts fuses."""
     player = Player(pair(), num_slots=2)
     text, other = player.add(PROMPT, NoDraft(), drafts=True), player.add(PROMPT, Chain(1))
     most = 0
-    while len(text.tokens) < 330:
-        player.step([each for each in (text, other) if each is text or len(other.tokens) < 330])
+    while len(text.tokens) < 400:
+        player.step([each for each in (text, other) if each is text or len(other.tokens) < 400])
         waiting = np.isnan(fused_of(player, text)[: len(text.tokens) - 1]).any(1)
         most = max(most, int(waiting.sum()))
         assert np.array_equal(np.sort(waiting), waiting), "the first tokens are fused first"
-    assert 1 < most <= 128
+    assert 1 < most <= 256
     assert text.tokens[:300] == other.tokens[:300]
     assert np.array_equal(fused_of(player, text)[:200], fused_of(player, other)[:200])
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("spell", [3, 20, 100, 250])
+def test_a_draft_with_a_window_begins_from_what_is_held(name: str, spell: int) -> None:
+    """Neither a prompt nor a step that drafts nothing computes anything for the draft. It then reads what its window
+    holds, and guesses as the twin that computed all."""
+    ours, theirs = (Player(pair, num_slots=1) for pair in windowed_pairs())
+    texts = [player.add(PROMPT, NoDraft(), drafts=True, chunk=30) for player in (ours, theirs)]
+    ours.run(2 + spell)
+    assert np.isnan(fused_of(ours, texts[0])).all() and texts[0].steps[-1].draft_end <= texts[0].steps[-1].root + 1
+    while len(texts[1].tokens) < len(texts[0].tokens):
+        theirs.step()
+    for text, player in zip(texts, (ours, theirs), strict=True):
+        text.drafting = WAYS[name]
+        output = player.step()
+        if player is ours:
+            assert WINDOW <= output.num_draft_rows <= len(PROMPT) + min(spell, WINDOW + 64) + 12
+        player.run(12)
+    assert texts[0].trees[spell:] == texts[1].trees[spell:] and texts[0].tokens == texts[1].tokens
+    root, first = texts[0].steps[-1].root, texts[0].steps[-1].first_draft_key
+    assert (first == 1) == (spell < 64) and first <= root + 1 - WINDOW
+
+
+def windowed_pairs() -> tuple[Pair, Pair]:
+    draft = dataclasses.replace(TINY_DRAFT, model=dataclasses.replace(TINY_DRAFT.model, windows=(WINDOW,)))
+    return new_pair(draft=draft), TorchPair(*weights_of(*tiny_pair(draft=draft)), "float32")
 
 
 def fused_of(player: Player, text: Text) -> Float32:

@@ -76,6 +76,7 @@ BAD: dict[str, tuple[StepInput, str]] = {
     "more prompt than tokens": (StepInput(admits=(admit(num_prompt=4),)), r"num_prompt=4: must be in \[1, 3\]"),
     "a hit beyond": (StepInput(admits=(admit(num_hit=4),)), r"num_hit=4: must be in \[0, 3\]"),
     "draft keys ahead": (StepInput(admits=(admit(first_draft_key=4),)), r"first_draft_key=4: must be in \[1, 3\]"),
+    "draft keys that no page has": (StepInput(admits=(admit(draft_end=2),)), r"draft_end=2: must be in \[1, 1\]"),
     "an end token": (StepInput(admits=(admit(end_token_ids=frozenset((1, 99))),)), r"end_token_ids\[1\]=99"),
     "a bad word": (StepInput(admits=(admit(bad_words=((1, 2), (3, 200))),)), r"bad_words\[1\]=200"),
     "an empty bad word": (StepInput(admits=(admit(bad_words=((),)),)), "a word has 0 tokens"),

@@ -309,6 +309,20 @@ def test_a_cycle_has_the_forwards_that_a_backend_makes(drafting: Drafting) -> No
     assert summary.slots.num_draft_rows == sum(drafted[1:])
 
 
+def test_one_pass_saves_what_further_passes_take_but_their_rows(tmp_path: Path) -> None:
+    """Where memory is the limit the rows are free but for the keys and embeddings that they read, so the saving is the
+    further passes' share; where arithmetic is, nothing is saved. A chain of one has no further pass."""
+    target = read_shape(write_config(tmp_path / "target", LLAMA_8B))
+    draft = read_draft_shape(write_config(tmp_path / "draft", LLAMA_8B_HEAD), target)
+    slow_memory = Roofline(target, draft, H100)
+    three, one = (slow_memory.cycle(Chain(k), 2.0, 1, 512) for k in (3, 1))
+    share = (three.draft.seconds - one.draft.seconds) / three.seconds
+    assert slow_memory.one_pass_saving(Chain(3), 2.0, 1, 512) == pytest.approx(share, rel=0.01)
+    slow_arithmetic = Roofline(target, draft, Ceilings("slow", None, *(Figure(r, "given") for r in (3e12, 1e9, 1e9))))
+    assert abs(slow_arithmetic.one_pass_saving(Chain(3), 2.0, 1, 512)) < 1e-6
+    assert slow_memory.one_pass_saving(Chain(1), 2.0, 1, 512) == 0
+
+
 def test_a_tau_that_cannot_be_is_refused() -> None:
     target = shape_of(TINY)
     roofline = Roofline(target, draft_shape_of(TINY_DRAFT, target), H100)

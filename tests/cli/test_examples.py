@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from tests.checkpoints import write_draft, write_target
+from tests.cli.learnt import write_learnt
 from typer.main import get_command
 
 from aquiline.cli.main import app
@@ -127,6 +128,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = json.dumps({"prompt": "Hi 1", "id": 0}) + "\n"
     for name in ("questions", "prompts", "chats", "answers", "held_out", "own_text", "long", "served"):
         (home / f"{name}.jsonl").write_text(row * 30)
+    write_learnt(home / "learnt", home / "draft")
     save(StageRecord((1, 2, 3, 4)), home / "their-stages")
     (home / "more.jsonl.gz").write_bytes(gzip.compress(row.encode()))
     for folder, names in RESULTS.items():

@@ -89,7 +89,8 @@ def check_cached_pages(engine: Engine, other: Engine) -> int:
 
 def _check_below(engine: Engine, other: Engine, node: Node, tokens: list[int]) -> int:
     tokens = [*tokens, *node.tokens]
-    num_drafted = node.has_draft + sum(_check_below(engine, other, child, tokens) for child in node.children.values())
+    has_draft = engine.prefix is not None and engine.prefix.has_draft_keys(node)
+    num_drafted = has_draft + sum(_check_below(engine, other, child, tokens) for child in node.children.values())
     if node.children or not tokens:
         return num_drafted
     prompt = (*tokens, 1)
@@ -108,7 +109,7 @@ def _check_page(engine: Engine, node: Node, index: int, other: Engine, fresh: in
     size = engine.pool.page_size
     found, wanted = target_stored(engine, [node.page], size), target_stored(other, [fresh], size)
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"target's keys of page {index}"
-    if node.has_draft:
+    if engine.prefix is not None and engine.prefix.has_draft_keys(node):
         first = int(index == 0)  # draft row j stands at j + 1
         found, wanted = (draft_stored(e, [p], first, size) for e, p in ((engine, node.page), (other, fresh)))
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)), f"draft's keys of page {index}"

@@ -112,20 +112,21 @@ def test_cheap_drafts_that_are_right_are_long() -> None:
 
 
 def test_pages_fill_the_cache_while_nothing_is_drafted() -> None:
-    """A sequence that does not draft for long has its draft keys completed page by page, so that its pages serve
-    others as those of plain decoding do, and its draft goes on at once."""
+    """A sequence that does not draft writes no draft keys, and its pages serve others as those of plain decoding do.
+    Once it drafts, the cache knows that the same pages have their draft keys."""
     llm = tiny_llm(max_batch=1, prefix_cache=True)
-    controlled(llm, DEAR_ROWS, draft_ms=50.0)
-    request = llm.request(
-        0, prompts(6)[5], SamplingParams(max_tokens=120, ignore_eos=True, seed=0), Adaptive(lookup=False)
-    )
-    sequence = llm.engine.add(request)
-    size, lag = llm.engine.pool.page_size, 0
-    for _ in range(100):
+    ledger = controlled(llm, DEAR_ROWS, draft_ms=50.0).ledger
+    prompt = prompts(6)[5]
+    request = llm.request(0, prompt, SamplingParams(max_tokens=140, ignore_eos=True, seed=0), Adaptive(lookup=False))
+    sequence, size = llm.engine.add(request), llm.engine.pool.page_size
+    while len(sequence.output_ids) < 100:
         llm.engine.step()
-        lag = max(lag, sequence.num_cached - sequence.draft_end)
-        assert len(sequence.nodes) >= sequence.num_cached // size - 2, "published nearly as they fill"
-    assert size <= lag <= 2 * size
+        assert len(sequence.nodes) >= sequence.num_cached // size - 1, "published nearly as they fill"
+    assert ledger.steps["draft"] == 0 and sequence.draft_end < len(prompt) + size, "all but the first probes"
+    assert [node.has_draft for node in sequence.nodes[-4:]] == [False] * 4
+    controlled(llm, CHEAP_ROWS, draft_ms=0.01)
+    while sequence.draft_end < len(prompt) + 100:
+        llm.engine.step()
     assert all(node.has_draft for node in sequence.nodes)
     llm.engine.reset()
 

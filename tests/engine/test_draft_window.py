@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import lru_cache
 
 import pytest
 from tests.conftest import TINY, TINY_DRAFT, engine_config, from_modules, needs_native, tiny_pair
 from tests.engine.driving import words
 from tests.engine.storage import fill, first_draft_key
+from tests.engine.test_adaptive import DEAR_ROWS, controlled
 from tests.engine.test_exact import BASELINE, SPECS, tokens
 
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading
+from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.drafting import Drafting
 
 WINDOW, PAGE = 24, 16
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=9, ignore_eos=True)
@@ -59,7 +63,9 @@ def test_draft_keys_begin_at_the_windows_page(length: int, first: int) -> None:
     assert first_draft_key(llm, sequence.slot) == first
     while not sequence.output_ids:
         llm.engine.step()
-    assert sequence.draft_end == length
+    assert sequence.draft_end == first, "nothing is written before the sequence drafts"
+    llm.engine.step()
+    assert (sequence.first_draft_key, sequence.draft_end) == (first, length + 1)
 
 
 @needs_native
@@ -86,3 +92,33 @@ def test_a_window_drafts_as_well_behind_a_hit() -> None:
     ours, theirs = (one.run([again], PARAMS, drafting=SPECS["chain4"]) for one in (llm, fresh))
     assert ours.summary.counters.num_prefix_hits >= 112 and tokens(ours) == tokens(theirs)
     assert ours.outputs[0].sources == theirs.outputs[0].sources
+
+
+@needs_native
+def test_a_system_prompt_first_met_by_sequences_that_do_not_draft_blinds_nobody_for_long() -> None:
+    """Its pages have no draft keys. Once sequences draft, the first that misses them says so, and the next computes
+    that part of the prompt again; later ones guess as after a prompt without a hit."""
+    llm, fresh = windowed_llm(prefix_cache=True), windowed_llm()
+    controlled(llm, DEAR_ROWS, draft_ms=50.0)._probe_ms = -math.inf  # a probe would write the keys of its window
+    shared = words(80)
+    ways: list[Drafting] = [Adaptive(lookup=False)] * 3 + [SPECS["chain4"]] * 3
+    starts, outputs = [], []
+    for i, drafting in enumerate(ways):
+        sequence = llm.engine.add(llm.request(i, [*shared, *words(5, i + 1)], PARAMS, drafting))
+        llm.engine.step()
+        step = llm.engine.pipeline.last
+        assert step is not None
+        starts.append((step.plan.chunks[0].start, sequence.first_draft_key))
+        while llm.engine.is_busy:
+            llm.engine.step()
+        assert sequence.num_hit == (80 if i else 0)
+        outputs.append(sequence)
+    # The window of a prompt of 85 tokens begins at 62, on the page from 48 on.
+    assert starts == [(0, 48), (80, 81), (80, 81), (80, 81), (47, 48), (80, 48)]
+    for sequence in outputs[-2:]:
+        request = dataclasses.replace(sequence.request)
+        alone = fresh.engine.add(request)
+        while fresh.engine.is_busy:
+            fresh.engine.step()
+        assert (alone.tokens, alone.sources) == (sequence.tokens, sequence.sources)
+        assert alone.counters.num_accepted_tokens == sequence.counters.num_accepted_tokens

@@ -224,6 +224,31 @@ def test_other_heads_of_modelopt_are_refused_by_field(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parallel_drafting": True, "ptd_token_id": 7}, ["parallel_drafting=True", "P-EAGLE"]),
+        ({"ptd_token_id": 0}, ["ptd_token_id=0", "P-EAGLE"]),
+        ({"pard_token": 7}, ["pard_token=7", "P-EAGLE"]),
+        ({"dflash_config": {"mask_token_id": 7}, "num_hidden_layers": 5}, ["dflash_config: ", "DFlash"]),
+        ({"speculators_model_type": "peagle"}, ["speculators_model_type='peagle'", "P-EAGLE"]),
+        ({"speculators_model_type": "dflash"}, ["speculators_model_type='dflash'", "DFlash"]),
+    ],
+    ids=str,
+)
+def test_parallel_heads_are_refused_by_name(
+    change: dict[str, Any], words: list[str], model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    write_draft(tmp_path, read_model_config(model[0]), "specforge")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"parallel_drafting": False, "pard_token": None}))
+    assert read_draft_config(tmp_path, model[0]).capture == (1, 3, 4)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError) as caught:
+        read_draft_config(tmp_path, model[0])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
 @pytest.mark.parametrize("format", ["safeailab", "specforge", "speculators", "nvidia", "aquiline"])
 def test_heads_with_latent_keys_are_refused_by_their_field(
     format: str, model: tuple[Path, Any], tmp_path: Path

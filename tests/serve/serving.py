@@ -14,6 +14,7 @@ import psutil
 import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, PairConfig
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.serve.app import make_app
 from aquiline.serve.server import open_service
 from aquiline.serve.server_config import Limits, ServerConfig
@@ -105,10 +106,14 @@ def held(server: Server) -> Iterator[None]:
 
 @contextmanager
 def running(
-    config: ServerConfig, limits: Limits = LIMITS, engine: EngineConfig = ENGINE, pair: PairConfig = PAIR
+    config: ServerConfig,
+    limits: Limits = LIMITS,
+    engine: EngineConfig = ENGINE,
+    pair: PairConfig = PAIR,
+    learning: LearnConfig = LearnConfig(),
 ) -> Iterator[Server]:
     """A server that is ready."""
-    service = open_service(pair, engine, Chain(), config, limits, ChatConfig())
+    service = open_service(pair, engine, Chain(), config, limits, ChatConfig(), learning)
     server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -12,7 +12,7 @@ j + 1, and its key stands at KV index j + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from aquiline.config import MAX_NODES, SamplingParams
 from aquiline.models.model_config import DraftConfig, ModelConfig
+from aquiline.models.model_weights import DraftWeights
 from aquiline.spec.confidence import Cut, Guess
 from aquiline.spec.drafting import Drafting, Proposal
 from aquiline.spec.match_events import MatchEvents
@@ -81,7 +82,8 @@ class Admit:
     tokens that must not be completed. num_hit: KV indices whose pages come from the prefix cache; they are read and
     never written. drafts: whether the sequence may ever ask for the draft model: only then are features and draft keys
     kept. first_draft_key: the first KV index that holds, or will hold, a draft key; draft keys exist from there to
-    num_hit - 1. num_prompt_logprobs: prompt log-probabilities that an earlier stay has already returned."""
+    draft_end - 1, and the pages that were hit have the features of all that are missing. num_prompt_logprobs: prompt
+    log-probabilities that an earlier stay has already returned."""
 
     slot: int
     tokens: Sequence[int]
@@ -92,6 +94,7 @@ class Admit:
     num_hit: int = 0
     drafts: bool = False
     first_draft_key: int = 1
+    draft_end: int = 1
     num_prompt_logprobs: int = 0
 
 
@@ -105,11 +108,12 @@ class Pages(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Compute tokens [start, end) of an admitted sequence: their keys and, if it drafts, features and draft keys.
+    """Compute tokens [start, end) of an admitted sequence: their keys and, if it drafts, features. A backend may write
+    their draft keys later, when the sequence first drafts.
 
     is_last: the sequence decodes after it. draws: the last row draws the first output token, which becomes the root;
-    otherwise the root is the admitted token at index `end`. A prompt that the prefix cache holds whole computes its
-    last row again without writing it."""
+    otherwise the root is the admitted token at index `end`. Rows of cached pages may be computed again, for the token
+    that the last one draws or for draft keys that the pages lack; the target's keys there are not written."""
 
     slot: int
     start: int
@@ -168,9 +172,13 @@ class StepInput(NamedTuple):
 
 class Decoded(NamedTuple):
     """What a Decode did. root: the root's index before the step; kept: the accepted drafts, then the target's own
-    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; draft_end: KV indices below
-    it have their draft keys; logprobs: one per kept token, where the sampling asks; guesses: of a Decode with a cut,
-    what the draft said at each level that was drafted, whether it was verified or not."""
+    token (-1 where its logits are not numbers); num_drafted: nodes offered, the root apart; logprobs: one per kept
+    token, where the sampling asks; guesses: of a Decode with a cut, what the draft said at each level that was drafted,
+    whether it was verified or not.
+
+    The slot's draft keys are those of the KV indices [first_draft_key, draft_end). The features of tokens below
+    features_end stand in its pages if they are kept at all; the backend has later ones elsewhere, until the slot
+    drafts."""
 
     root: int
     kept: list[int]
@@ -178,16 +186,20 @@ class Decoded(NamedTuple):
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
     guesses: list[Guess] = []
+    first_draft_key: int = 1
+    features_end: int = 0
 
 
 class Prefilled(NamedTuple):
     """What a Chunk did. first_token: what its last row drew (-1 where the logits are not numbers), None where it does
-    not draw; draft_end as in Decoded; logprobs of the first token; prompt_logprobs: the next ones, in order."""
+    not draw; logprobs of the first token; prompt_logprobs: the next ones, in order; the others as in Decoded."""
 
     first_token: int | None
     draft_end: int
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = []
+    first_draft_key: int = 1
+    features_end: int = 0
 
 
 class VerifiedTrees(NamedTuple):
@@ -285,6 +297,13 @@ class Backend(Protocol):
         """Run whole documents, each from position 0. Uses the pages of all slots: nothing may be running."""
         ...
 
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:
+        """Draft with the pair's present draft from now on (Pair.replace_draft). Called between two steps, all outcomes
+        read. first_draft_keys: for each slot whose sequence drafts, the first KV index that is to have a draft key; all
+        from there on count as missing, and the next pass of the draft writes them from the features in the pages.
+        Extends that were asked for before are written by the present draft too."""
+        ...
+
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""
         ...
@@ -298,7 +317,8 @@ class Pair(Protocol):
     """A target and an optional draft, loaded into one backend's layout. Any number of backends share its weights.
 
     name: "native" or "torch", for results. is_exact: whether text is bit for bit the same with speculation on or off.
-    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8"."""
+    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8". draft_version: how often the
+    draft was replaced."""
 
     name: str
     is_exact: bool
@@ -306,9 +326,18 @@ class Pair(Protocol):
     kv_dtype: str
     target: ModelConfig
     draft: DraftConfig | None
+    draft_version: int
 
     def open(self, sizes: Sizes) -> Backend:
         """Storage and buffers for an engine of that size."""
+        ...
+
+    def replace_draft(self, draft: DraftWeights) -> None:
+        """Draft with the layer, norm and head of these weights. What fuses features, the embedding and d2t stay those
+        that the pair was loaded with, so that features in pages stay valid. An open backend goes on with the weights it
+        has until `Backend.renew_draft`. May be called by any thread while backends run.
+
+        Raises ValueError for a draft of another geometry or vocabulary, and where the pair cannot replace its draft."""
         ...
 
     def new_index(self, min_length: int, events: MatchEvents) -> TextIndex:
@@ -330,3 +359,14 @@ class Pair(Protocol):
     def close(self) -> None:
         """End the other processes that share the pair, if there are any. Closing twice does nothing."""
         ...
+
+
+def check_replaces(draft: DraftConfig | None, d2t: Int32 | None, new: DraftWeights) -> None:
+    """Raises ValueError unless a pair with this draft can go on with a new one: see Pair.replace_draft. d2t [Vd]: the
+    offsets of the present draft."""
+    if draft is None or d2t is None:
+        raise ValueError("replace_draft: the pair has no draft model")
+    if new.config != draft or not np.array_equal(new.d2t, d2t):
+        raise ValueError(
+            f"replace_draft: {new.config} with its d2t is not the draft that runs, {draft}; train on from that one"
+        )

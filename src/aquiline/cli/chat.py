@@ -12,6 +12,7 @@ import typer
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import chosen, following, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams, Structured
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.spec.registry import DraftingChoice
 
 OFFERED = Fields(only=("max_tokens", "temperature", "top_k", "top_p", "seed"), defaults={"max_tokens": 1024})
@@ -39,6 +40,7 @@ def chat(
     sampling: Annotated[SamplingParams, OFFERED],
     structured: Given[Structured],
     choice: DraftingChoice,
+    learn: LearnConfig,
     engine: Annotated[EngineConfig, Fields(only=("max_context",))],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an answer.")] = False,
 ) -> None:
@@ -49,6 +51,7 @@ def chat(
     """
     from aquiline.cli.show.conversation import converse
     from aquiline.engine.chat_session import ChatSession
+    from aquiline.engine.learning.learning_loop import learning
     from aquiline.engine.llm import LLM
 
     if sys.stdin is None:
@@ -60,7 +63,10 @@ def chat(
     wrapped = llm.template(template.template_options)
     session = ChatSession(llm, wrapped, sampling, template.system)
     tell(wrapped.notice)
-    converse(session, drafting.is_speculative, as_json)
+    with learning(llm, pair, learn) as learner:
+        tell(None if learner is None else learner.notice)
+        converse(session, drafting.is_speculative, as_json)
+        tell(None if learner is None else learner.summary)
 
 
 chat.__doc__ = f"{inspect.getdoc(chat)}\n{EXAMPLES}"

@@ -12,6 +12,7 @@ import typer
 from aquiline.cli.fields import Fields, Given, with_options
 from aquiline.cli.options import AsJson, chosen, following, named, tell
 from aquiline.config import ChatConfig, EngineConfig, PairConfig, SamplingParams, Structured
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.spec.registry import DraftingChoice
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def generate(
     prompt: Prompt = None, prompt_file: PromptFile = None, prediction: Prediction = None, chat: AsChat = False,
     *, template: ChatConfig, pair: PairConfig, sampling: SamplingParams,
     structured: Given[Structured], choice: DraftingChoice,
-    prompts_file: PromptsFile = None, out: OutFile = None,
+    prompts_file: PromptsFile = None, out: OutFile = None, learn: LearnConfig,
     engine: Annotated[Given[EngineConfig], ENGINE], as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Continue a prompt, or each of a file, with a target, with or without a draft; the text is the same either way.
@@ -81,6 +82,7 @@ def generate(
     from aquiline.engine.bulk import BulkRun
     from aquiline.engine.chat_session import user_prompt
     from aquiline.engine.encode import ending_with
+    from aquiline.engine.learning.learning_loop import learning
     from aquiline.engine.llm import LLM
     from aquiline.engine.model import ResolvedPair
 
@@ -96,7 +98,11 @@ def generate(
         run = BulkRun(prompts_file, out, sampling, settings)
         llm = LLM.from_models(resolved.load(), EngineConfig(**engine), drafting)
         wrapped = _template_of(llm, chat, template)
-        if show_file(run, llm, wrapped, template.system, as_json).failed:
+        with learning(llm, pair, learn) as learner:
+            tell(None if learner is None else learner.notice)
+            failed = show_file(run, llm, wrapped, template.system, as_json).failed
+            tell(None if learner is None else learner.summary)
+        if failed:
             raise typer.Exit(1)
         return
     text, expected = _prompt_text(prompt, prompt_file), None if prediction is None else _text_of(prediction)
@@ -105,7 +111,9 @@ def generate(
     wrapped = _template_of(llm, chat, template)
     ids = llm.encode(text) if wrapped is None else user_prompt(wrapped, text, template.system)
     sampling = sampling if wrapped is None else ending_with(wrapped, sampling)
-    show_continuation(llm, text, ids, sampling, expected, as_json, wrapped)
+    with learning(llm, pair, learn) as learner:
+        tell(None if learner is None else learner.notice)
+        show_continuation(llm, text, ids, sampling, expected, as_json, wrapped)
 
 
 generate.__doc__ = f"{inspect.getdoc(generate)}\n{EXAMPLES}"

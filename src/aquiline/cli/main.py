@@ -16,7 +16,7 @@ from aquiline.errors import AquilineError
 COMMANDS = {
     "bench": "bench:commands", "chat": "chat:chat", "compare": "compare:compare", "convert": "convert:convert",
     "demo": "demo:demo", "doctor": "doctor:doctor", "eval": "eval:evaluate", "gate": "gate:gate",
-    "generate": "generate:generate", "inspect": "inspect:inspect", "limits": "limits:limits",
+    "generate": "generate:generate", "inspect": "inspect:inspect", "learn": "learn:learn", "limits": "limits:limits",
     "parity": "parity:parity", "profile": "profile:profile", "regenerate": "regenerate:regenerate",
     "report": "report:report", "serve": "serve:serve", "train": "train:train", "vocab": "vocab:vocab",
 }  # fmt: skip

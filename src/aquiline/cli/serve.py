@@ -10,6 +10,7 @@ import typer
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import chosen, named
 from aquiline.config import BATCH, ChatConfig, EngineConfig, PairConfig
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.serve.server_config import Limits, ServerConfig
 from aquiline.spec.registry import DraftingChoice
 
@@ -48,6 +49,7 @@ def serve(
     ] = 256,
     engine: Annotated[EngineConfig, Fields(only=ENGINE)],
     limits: Limits,
+    learning: LearnConfig,
     template: Annotated[ChatConfig, Fields(only=("template_options",))],
 ) -> None:
     """Serve a target, with or without a draft, behind OpenAI's HTTP interface: the text is the same either way.
@@ -69,7 +71,7 @@ def serve(
     drafting = chosen(choice, pair)
     sizes = replace(engine, max_batch=max_num_seqs, max_context=max_model_len, row_budget=max_num_batched_tokens)
     config = with_environment(server, Environment.read())
-    run(open_service(pair, sizes, drafting, config, limits, template))
+    run(open_service(pair, sizes, drafting, config, limits, template, learning))
 
 
 serve.__doc__ = f"{inspect.getdoc(serve)}\n{EXAMPLES}"

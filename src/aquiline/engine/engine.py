@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from aquiline.backends.base import Sizes
@@ -47,6 +48,7 @@ class Engine:
         draft = models.draft_config
         window = 0 if draft is None else draft.model.window(0)
         self.scheduler = Scheduler(self.pool, self.prefix, config.max_batch, config.row_budget, window)
+        self._draft_version = models.pair.draft_version
         sizes = Sizes(config.max_batch, num_pages, config.page_size, per_slot, config.row_budget)
         self.backend = models.pair.open(sizes)
         self.pipeline = Pipeline(self.backend.is_async if config.late_reads is None else config.late_reads)
@@ -57,6 +59,7 @@ class Engine:
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
+        self.on_end: Callable[[Sequence], None] | None = None  # sees every sequence that has ended
         self._step_s: float | None = None  # of the last step that only decoded, where the backend tells
         self._orders = itertools.count()
 
@@ -111,9 +114,8 @@ class Engine:
         """Make the controller of adaptive drafting, which needs to know what steps cost. The first adaptive request
         does it too. It takes some seconds if the costs were never measured on this machine."""
         if self.controller is None:
-            self.controller = Controller(
-                StepCosts(cost_table(self.models, self.config.calibration)), self.meter.choices
-            )
+            costs = StepCosts(cost_table(self.models, self.config.calibration))
+            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window)
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
@@ -125,6 +127,8 @@ class Engine:
             self.meter.begin(began)
             if pipeline.must_read_first(self.scheduler.running):
                 deltas += self._commit(pipeline.unread.popleft())
+        if self.models.pair.draft_version != self._draft_version and not pipeline.is_ahead:
+            deltas += self._renew_draft()
         was_issued = len(pipeline.unread) <= pipeline.lag and self._issue()
         step = pipeline.take(was_issued)
         if not pipeline.is_late:
@@ -179,6 +183,15 @@ class Engine:
         if num_steps > 1 and choice is not None and self.controller is not None:
             self.controller.repeated(choice, num_steps)
         return True
+
+    def _renew_draft(self) -> list[TokenDelta]:
+        """Go on with the draft that the pair has now. Returns what outcomes that had to be read first have added."""
+        deltas = list[TokenDelta]()
+        while self.pipeline.unread:
+            deltas += self._commit(self.pipeline.unread.popleft())
+        self._draft_version = self.models.pair.draft_version  # first: a later draft's version is then seen as another
+        self.backend.renew_draft(self.scheduler.renew_draft(self._draft_version))
+        return deltas
 
     def _most_repeats(self, plan: StepPlan, choice: StepChoice | None) -> int:
         """How often the backend may run this plan before the host is needed: to plan a prompt, look for a stop string,
@@ -240,6 +253,8 @@ class Engine:
         """Drop all that the engine holds of a sequence that has ended and left the scheduler."""
         self.meter.counters.merge(sequence.counters)
         self.due.pop(sequence, None)
+        if self.on_end is not None:
+            self.on_end(sequence)
         if self.controller is not None:
             self.controller.forget(sequence)
         if self.past is not None:  # also of aborted requests: the server aborts a request at a stop string

@@ -228,14 +228,28 @@ class ResolvedPair:
         target = fingerprint(self.target)
         return {"target": target, "draft": draft, "dtype": dtype, **path}
 
+    @property
+    def draft_storage(self) -> str:
+        """How the draft is stored where it serves. Raises CheckpointError for a draft that cannot be read."""
+        if self.draft is None or self.asked.draft_dtype != "auto":
+            return self.how.draft_dtype
+        draft = read_draft(self.draft, read_model_config(self.target), self.how.overrides)
+        return self.how.for_draft(draft.config).draft_dtype
+
+    def draft_weights(self, checkpoint: Path) -> DraftWeights:
+        """The weights of another draft of the target's, to replace the pair's: Pair.replace_draft. Raises
+        CheckpointError as `load`."""
+        how, config = replace(self.how, draft_dtype=self.draft_storage), read_model_config(self.target)
+        draft = read_pair(config, open_tensors(self.target), checkpoint, how, is_checked=False)[1]
+        assert draft is not None
+        return draft
+
     def load(self) -> LoadedModels:
         """Load and pack the models.
 
         Raises CheckpointError listing everything that is wrong or does not fit, OutOfMemory, and ValueError for
         settings this machine does not have."""
-        how, config = self.how, read_model_config(self.target)
-        if self.draft is not None and self.asked.draft_dtype == "auto":
-            how = how.for_draft(read_draft(self.draft, config, how.overrides).config)
+        how, config = replace(self.how, draft_dtype=self.draft_storage), read_model_config(self.target)
         target, draft = read_pair(config, open_tensors(self.target), self.draft, how)
         with ThreadPoolExecutor(1) as beside:  # packing is the library's, and leaves the interpreter to the tokenizer
             tokenizer = beside.submit(load_tokenizer, self.target)

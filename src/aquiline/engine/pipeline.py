@@ -232,5 +232,6 @@ def _admit(sequence: Sequence) -> Admit:
         num_hit=sequence.num_hit,
         drafts=sequence.drafts,
         first_draft_key=sequence.first_draft_key,
+        draft_end=sequence.draft_end,
         num_prompt_logprobs=len(sequence.prompt_logprobs),
     )

@@ -48,7 +48,8 @@ class StepPlan(NamedTuple):
 class Scheduler:
     """Owns the waiting queue, the slots and, through the pool, the pages.
 
-    draft_window: how many keys a draft row sees at most, its own among them; 0: all. extends: by slot, the draft keys
+    draft_window: how many keys a draft row sees at most, its own among them; 0: all. are_drafting: whether the sequence
+    that ended last, of those that may draft, was drafting. extends: by slot, the draft keys
     that published pages still lack; the next plan has the backend write them."""
 
     def __init__(
@@ -59,6 +60,7 @@ class Scheduler:
         self.admitted: list[Sequence] = []  # since the last plan
         self.waiting: list[tuple[int, int, Sequence]] = []  # a heap by urgency
         self.extends: dict[int, Extend] = {}
+        self.are_drafting = True
         self.num_preemptions = 0
         self.chunk_rows = row_budget  # prompt rows at most of a step in which others decode
         self._row_s = deque[float](maxlen=3)  # of the last steps with chunks; the median ignores a disturbed one
@@ -141,6 +143,7 @@ class Scheduler:
         for sequence in sequences:
             self._publish(sequence)
             if sequence.finish_reason is not None:  # published first: its pages may go to another sequence at once
+                self.are_drafting = sequence.is_drafting if sequence.drafts else self.are_drafting
                 self.remove(sequence)
 
     def _make_room(self) -> bool:
@@ -204,51 +207,97 @@ class Scheduler:
         sequence.slot, sequence.nodes, sequence.is_published = slot, nodes, self.prefix is not None
         sequence.num_hit = len(nodes) * pool.page_size
         sequence.prefill_end, sequence.in_flight = end, 0
-        sequence.num_cached = sequence.num_planned = min(sequence.num_hit, end - 1)
-        sequence.first_draft_key = self._first_draft_key(sequence)
-        sequence.draft_end = max(sequence.num_hit, sequence.first_draft_key)
+        sequence.num_cached = min(sequence.num_hit, end - 1)
+        self._find_draft_keys(sequence)
+        sequence.num_planned = sequence.num_cached
+        sequence.num_drafted_pages = sequence.draft_end // pool.page_size
         if sequence.num_preempted == 0:
             sequence.counters.num_prompt_tokens += end
             sequence.counters.num_prefix_hits += sequence.num_hit
         return True
 
-    def _first_draft_key(self, sequence: Sequence) -> int:
-        """The first draft key of a sequence that was given its slot. No draft row behind the prefill sees a key before
+    def renew_draft(self, draft_version: int) -> dict[int, int]:
+        """Another draft runs from now on: all draft keys count as missing. Returns, by slot, the first KV index that is
+        to have a draft key again: no later draft row of the slot sees one before it."""
+        if self.prefix is not None:
+            self.prefix.draft_version = draft_version
+        firsts = dict[int, int]()
+        for sequence in self.running:
+            if sequence is not None and sequence.drafts:
+                if not sequence.is_prefilling:
+                    first_seen = self._first_seen(len(sequence.tokens) - 1)
+                    sequence.first_draft_key = max(sequence.first_draft_key, first_seen)
+                sequence.draft_end = firsts[sequence.slot] = sequence.first_draft_key
+                sequence.num_drafted_pages = sequence.draft_end // self.pool.page_size
+        return firsts
+
+    def _first_seen(self, root: int) -> int:
+        """The first draft key of the first page in which draft rows of a root, and of later ones, see one."""
+        size, window = self.pool.page_size, self.draft_window
+        return max(1, (root - window + 1) // size * size if window else 1)
+
+    def _find_draft_keys(self, sequence: Sequence) -> None:
+        """Which draft keys a sequence has that was given its slot. No draft row behind the prefill sees a key before
         the window of the first, so none is computed there, but for the rest of the window's first page.
 
         Pages published without draft keys cannot be drafted from. The first usable draft key is after the last such
-        page: it pairs the first feature there with the token after it, so it stands one index further."""
-        size, window = self.pool.page_size, self.draft_window
-        num_undrafted = max((i + 1 for i, node in enumerate(sequence.nodes) if not node.has_draft), default=0)
-        first_feature = min(num_undrafted * size, sequence.num_cached) if num_undrafted else 0
-        first_seen = (sequence.prefill_end - window + 1) // size * size if window else 0
-        return max(first_feature + 1, first_seen)
+        page: it pairs the first feature there with the token after it, so it stands one index further. But if such
+        pages were missed before, and sequences draft at present, the prompt is computed again from the first such page
+        on: this writes nothing but draft keys, from then on for all. Where an earlier draft has written the keys of a
+        page, these and those behind them are missing, and are written from the features there."""
+        size, nodes = self.pool.page_size, sequence.nodes
+        first_seen = self._first_seen(sequence.prefill_end)
+        seen = [(i, n) for i, n in enumerate(nodes) if (i + 1) * size > first_seen]
+        missing = [i for i, n in seen if sequence.drafts and not n.has_draft]
+        old = [i * size for i, n in seen if self.prefix is not None and not self.prefix.has_draft_keys(n)]
+        end = min(old, default=sequence.num_hit)
+        sequence.first_draft_key, sequence.draft_end = first_seen, max(end, first_seen)
+        if not missing:
+            return
+        is_again = self.are_drafting and all(nodes[i].was_missed for i in missing)
+        if is_again:
+            sequence.num_cached = max(missing[0] * size, first_seen) - 1
+        else:
+            first_feature = min((missing[-1] + 1) * size, sequence.num_cached)
+            sequence.first_draft_key = sequence.draft_end = max(first_feature + 1, first_seen)
+        for i in missing:
+            nodes[i].was_missed = not is_again
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence drafts, a page is
-        offered only when its draft keys are written, or will be written before another sequence can read them."""
+        """Offer the sequence's full pages of committed tokens to the prefix cache. If the sequence is drafting, a page
+        is offered only when its draft keys are written, or will be written before another sequence can read them.
+        Pages of a sequence that does not draft are offered without them; should it draft later, they have them from
+        then on."""
         size, end, slot = self.pool.page_size, sequence.num_cached, sequence.slot
-        if not sequence.is_published or end // size <= len(sequence.nodes) or slot < 0:
+        drafted = min(sequence.draft_end, end) if sequence.drafts else 0  # no draft key is read from there on
+        is_due = end // size > len(sequence.nodes) or drafted // size > sequence.num_drafted_pages
+        if not sequence.is_published or slot < 0 or not is_due:
             return
         assert self.prefix is not None
-        if sequence.drafts and sequence.draft_end // size < end // size:
+        if sequence.is_drafting and sequence.drafts and drafted // size < end // size:
             if sequence.finish_reason is None:
-                end = sequence.draft_end  # its next drafting step writes them
-                if sequence.num_cached - end >= size:  # it does not draft at present
-                    self.extends[slot] = Extend(slot, sequence.num_cached // size * size)
+                end = drafted  # its next drafting step writes them
             else:
-                self.extends[slot] = Extend(slot, end // size * size)
+                drafted = end // size * size
+                self.extends[slot] = Extend(slot, drafted)
+        for index in range(sequence.num_drafted_pages, min(len(sequence.nodes), drafted // size)):
+            if sequence.first_draft_key <= max(1, index * size):
+                own = sequence.nodes[index]
+                own.has_draft, own.draft_version = True, self.prefix.draft_version
         for index in range(len(sequence.nodes), end // size):
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
-            has_draft = sequence.drafts and sequence.first_draft_key <= max(1, index * size)
-            reads_draft = sequence.drafts and sequence.first_draft_key < (index + 1) * size
+            is_drafted = index < drafted // size
+            has_draft = is_drafted and sequence.first_draft_key <= max(1, index * size)
+            in_pages = index * size < sequence.features_end  # elsewhere nothing of the draft would be lost
+            reads_draft = sequence.drafts and in_pages and sequence.first_draft_key < (index + 1) * size
             node = self.prefix.publish(space, slot, parent, index, tokens, reads_draft, has_draft)
             if node is None:
                 sequence.is_published = False
                 return
             sequence.nodes.append(node)
+        sequence.num_drafted_pages = drafted // size
 
     def _chunks(
         self, unfilled: list[Sequence], decoding: list[Sequence]

@@ -42,6 +42,7 @@ class Request:
     it has. cache_salt: cached pages are shared only between requests of one salt. prediction: token ids of the output
     that the caller expects, which drafts may be copied from; it changes how fast the text comes and never the text.
     with_text False: deltas carry token ids alone, and the caller, who makes them text, looks for stop strings too.
+    learn False: it is not stored for the draft to learn from.
     bad_word_ids: bad words as token ids, beside those of `sampling`, which are texts.
     grammar: what `sampling.structured` was compiled to, by LLM.request or by the server.
     edit: changes the logits before a token is drawn, by these and the tokens before it alone, so that drafts do not
@@ -63,6 +64,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
     edit: TextEdit | None = None
+    learn: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -184,12 +186,18 @@ class Sequence:
     in_flight: int = 0  # tokens at most that planned steps will add
     first_draft_key: int = 1  # no KV index below it has a draft key that may be read
     draft_end: int = 0  # KV indices first_draft_key .. draft_end - 1 have their draft keys
+    features_end: int = 0  # features of tokens below it stand in its pages if anywhere
+    is_drafting: bool = True  # whether the draft model ran in its last decode step; true before the first
     nodes: list[Node] = field(default_factory=list)  # its pages in the prefix cache, from the first
+    num_drafted_pages: int = 0  # pages up to where draft keys were written when its pages were last published
     is_published: bool = True  # whether further pages may be published after `nodes`
     sources: list[Source] = field(default_factory=list)  # who wrote each output token
     pieces: list[str] = field(default_factory=list)  # the text of each delta
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second prompt token and on
+    rejected: list[int] = field(default_factory=list)  # indices of tokens that the draft model had guessed wrong
+    num_guessed: int = 0  # steps in which the draft model drafted
+    num_missed: int = 0  # of these, the steps whose first guess was wrong
     num_preempted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -240,14 +248,25 @@ class Sequence:
         if self.finish_reason is not None:
             return None
         num_accepted = len(decoded.kept) - 1
+        if decoded.num_drafted and (decode.proposal is None or decode.cut is not None):
+            self._note_guesses(decoded.num_drafted, num_accepted)
         delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter_of(decode, decoded))
         num_kept = len(delta.token_ids)
         self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
         if self.slot == decode.slot:
             self.num_cached += num_kept
-            self.draft_end = decoded.draft_end
+            self._note_draft(decoded)
+            self.is_drafting = decode.drafting.needs_draft_model
             self.num_rows = 1 + decoded.num_drafted
         return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
+
+    def _note_guesses(self, num_drafted: int, num_accepted: int) -> None:
+        """The draft model drafted for a step whose tokens are not appended yet. In a tree the path may have ended at a
+        leaf, where nothing was guessed."""
+        self.num_guessed += 1
+        self.num_missed += num_accepted == 0
+        if num_accepted < num_drafted:
+            self.rejected.append(len(self.tokens) + num_accepted)
 
     def commit_chunk(self, chunk: Chunk, prefilled: Prefilled) -> TokenDelta | None:
         """Note that a chunk's keys are written, and append the token that it drew. None if it drew none, and for a
@@ -258,12 +277,16 @@ class Sequence:
         self.prompt_logprobs += prefilled.prompt_logprobs
         if self.slot == chunk.slot:
             self.num_cached = chunk.end
-            self.draft_end = prefilled.draft_end
+            self._note_draft(prefilled)
         if prefilled.first_token is None:
             return None
         delta = self._append_or_fail([prefilled.first_token], 0, prefilled.logprobs)
         self.counters.num_prefilled += len(delta.token_ids)
         return delta
+
+    def _note_draft(self, outcome: Decoded | Prefilled) -> None:
+        self.first_draft_key, self.draft_end = outcome.first_draft_key, outcome.draft_end
+        self.features_end = outcome.features_end
 
     def _append_or_fail(
         self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"

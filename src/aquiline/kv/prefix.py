@@ -16,26 +16,31 @@ from aquiline.kv.pool import PagePool
 
 @dataclass(eq=False)
 class Node:
-    """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds all its draft
-    keys."""
+    """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds the fused features
+    of its tokens and all its draft keys, which the draft of that draft_version has written; was_missed: a sequence that
+    may draft wanted them, and they were not there."""
 
     space: Hashable
     tokens: tuple[int, ...]
     page: int
     has_draft: bool
     parent: Node | None
+    draft_version: int = 0
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    was_missed: bool = False
 
 
 class PrefixCache:
     """All cached pages of a pool. `match` only looks pages up; PagePool.share takes them for a slot.
 
-    roots: the root of each space that has pages; nothing is kept of other spaces."""
+    roots: the root of each space that has pages; nothing is kept of other spaces. draft_version: that of the draft that
+    runs (backends/base.py, Pair)."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.roots: dict[Hashable, Node] = {}
         self.by_page: dict[int, Node] = {}
+        self.draft_version = 0
         pool.evicted = self._forget
 
     def match(self, space: Hashable, tokens: list[int]) -> list[Node]:
@@ -47,6 +52,10 @@ class PrefixCache:
                 break
             path.append(node)
         return path
+
+    def has_draft_keys(self, node: Node) -> bool:
+        """Whether a page holds all its draft keys, as the draft that runs writes them."""
+        return node.has_draft and node.draft_version == self.draft_version
 
     def publish(
         self,
@@ -73,16 +82,16 @@ class PrefixCache:
         assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(space, key, page, has_draft, parent)
+            node = parent.children[key] = Node(space, key, page, has_draft, parent, self.draft_version)
         elif node.page == page:
             return node
-        elif node.has_draft or not drafts:
+        elif self.has_draft_keys(node) or not drafts:
             self.pool.replace(slot, index, node.page)
             return node
         elif self.pool.refcount[node.page] == 0:
             del self.by_page[node.page]
             self.pool.uncache(node.page)
-            node.page, node.has_draft = page, has_draft
+            node.page, node.has_draft, node.draft_version = page, has_draft, self.draft_version
         else:
             return None
         self.by_page[page] = node

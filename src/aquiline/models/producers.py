@@ -27,6 +27,9 @@ Configs carry fields that their trainer never reads, copied from the target's. A
   mscale out where one of the two is 0.
 - ModelOpt's marks in eagle_config switch norms, further layers and parallel heads on and off. With one layer
   `next_layer_regular` changes nothing, with one parallel step neither does the number of layers in parallel heads.
+- Parallel heads put mask tokens where a chain has its own outputs. P-EAGLE has EAGLE-3's architecture and a field that
+  names the mask token (vllm-project/vllm #32887: pard_token or ptd_token_id), DFlash a section of its own; speculators
+  names the kind.
 """
 
 from __future__ import annotations
@@ -52,6 +55,12 @@ LATENT = "kv_lora_rank"
 """The field of every head whose keys and values are up-projected from one latent (DeepSeek's, Kimi's)."""
 FC_NORM_FLAGS = ("norm_before_fc", "fc_norm")
 PRODUCER = "aquiline"
+PARALLEL_FIELDS = {
+    "parallel_drafting": "P-EAGLE", "ptd_token_id": "P-EAGLE", "pard_token": "P-EAGLE", "dflash_config": "DFlash",
+}  # fmt: skip
+"""Fields of a config that only heads have which draft several tokens in a pass, and what these heads are called."""
+PARALLEL_KINDS = {"peagle": "P-EAGLE", "dflash": "DFlash"}
+"""The same of speculators_model_type."""
 _NOT_IN_SPECFORGES_YARN = ("attention_factor", "truncate", "mscale", "mscale_all_dim")
 
 
@@ -155,7 +164,14 @@ FORMATS = {fmt.name: fmt for fmt in (SAFEAILAB, SPECFORGE, SPECULATORS, NVIDIA, 
 
 def draft_mark(raw: Raw) -> str | None:
     """The field by which a config says that it is a draft's, as NAME=VALUE; None if it says nothing of the kind."""
-    for name in ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size", LAYER_IDS):
+    for name in (
+        "speculators_model_type",
+        "speculators_config",
+        "eagle_config",
+        "draft_vocab_size",
+        *PARALLEL_FIELDS,
+        LAYER_IDS,
+    ):
         if raw.get(name) is not None:
             return f"{name}={raw[name]!r}" if isinstance(raw[name], str | int) else name
     names = raw.get("architectures")
@@ -176,6 +192,7 @@ def read_draft_fields(file: Path) -> Raw:
             )
         return fields_of_draft(gguf)
     raw = read_json(file)
+    refuse_parallel(raw, file)
     layers = raw.get("num_hidden_layers")
     if type(layers) is int and layers > 1 and draft_mark(raw) is None:
         raise CheckpointError(
@@ -183,6 +200,22 @@ def read_draft_fields(file: Path) -> Raw:
             f"target; {told}"
         )
     return raw
+
+
+def refuse_parallel(raw: Raw, file: Path) -> None:
+    """Raise CheckpointError for a head that drafts several tokens in one pass. Some have EAGLE-3's architecture and
+    tensors, and would run as a chain that they were not trained for."""
+    kind = raw.get("speculators_model_type")
+    is_set = {name: raw.get(name) is not None and raw[name] is not False for name in PARALLEL_FIELDS}
+    named = {name: title for name, title in PARALLEL_FIELDS.items() if is_set[name]}
+    if kind in PARALLEL_KINDS:
+        named = {"speculators_model_type": PARALLEL_KINDS[kind]}
+    for name, title in named.items():
+        told = "" if isinstance(raw[name], dict) else f"={raw[name]!r}"
+        raise CheckpointError(
+            f"{file}: {name}{told}: this is a {title} head, which drafts several tokens in one pass; heads here draft "
+            "one token a pass. Name an EAGLE-3 head of this target, or train one with `aquiline train`"
+        )
 
 
 def find_format(raw: Raw, file: Path) -> tuple[Format, str]:

@@ -129,8 +129,13 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """The HTTP process answers."""
-        return Response()
+        """The HTTP process answers; of a draft that learns, with the generation that serves."""
+        if service.learning is None:
+            return Response()
+        found = service.learning.serving()
+        return json_response({"draft_generation": 0} if found is None else {
+            "draft_generation": found.generation, "tau_before": found.tau_before, "tau_after": found.tau_after,
+        })  # fmt: skip
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -224,6 +224,8 @@ class EngineClient:
             return
         self.info, self.state = first, "ready"
         log("engine ready", pid=life.process.pid, memory=first.memory)
+        if first.learning:
+            log(first.learning)
 
     def _arrived(self, life: Life, message: StepMessage) -> None:
         streams = life.streams

@@ -12,6 +12,7 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+from aquiline.engine.learning.learning_loop import learning
 from aquiline.engine.llm import LLM
 from aquiline.engine.sequence import Sequence, TokenDelta
 from aquiline.errors import AquilineError
@@ -35,17 +36,19 @@ def run_engine(connection: Connection, opening: Opening) -> None:
     """The body of the engine process. The first message is an EngineInfo, or a text that says why there is none."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first, then closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    try:
-        llm = LLM.open(opening.pair, opening.engine, opening.drafting)
-    except (ValueError, AquilineError, OSError) as error:
-        connection.send(f"{error}")
-        return
-    if opening.drafting.is_adaptive:
-        llm.engine.prepare_choosing()  # now, and not while the first request waits
-    gc.freeze()  # what was loaded stays; collections need not walk over it
-    with llm, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        connection.send(_info(llm))
-        _Host(connection, llm).run()
+    with contextlib.ExitStack() as opened:
+        try:
+            llm = opened.enter_context(LLM.open(opening.pair, opening.engine, opening.drafting))
+            learner = opened.enter_context(learning(llm, opening.pair, opening.learning))
+        except (ValueError, AquilineError, OSError) as error:
+            connection.send(f"{error}")
+            return
+        if opening.drafting.is_adaptive:
+            llm.engine.prepare_choosing()  # now, and not while the first request waits
+        gc.freeze()  # what was loaded stays; collections need not walk over it
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            connection.send(_info(llm, None if learner is None else learner.notice))
+            _Host(connection, llm).run()
 
 
 class _Host:
@@ -125,9 +128,9 @@ class _Host:
         )  # fmt: skip
 
 
-def _info(llm: LLM) -> EngineInfo:
+def _info(llm: LLM, learning_notice: str | None) -> EngineInfo:
     engine, models = llm.engine, llm.models
     return EngineInfo(
         engine.max_length, models.vocab_size, engine.config.max_batch, engine.pool.num_pages,
-        models.draft_config is not None, str(engine.memory), models.system(),
+        models.draft_config is not None, str(engine.memory), models.system(), learning_notice,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from aquiline.engine.learning.store import LearningStore
 from aquiline.serve.choices import Job
 from aquiline.serve.wire import EngineInfo, Stats, StepMessage
 
@@ -49,9 +50,10 @@ class Histogram(Collector):
 
 
 class Metrics:
-    """Everything that /metrics shows, with the model's name as a label."""
+    """Everything that /metrics shows, with the model's name as a label. learning: that of a draft that learns."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, learning: LearningStore | None = None) -> None:
+        self.learning = learning
         self.registry = CollectorRegistry()
         self._model = model
         self._told = self._now = _NOTHING  # what the figures say, and where the engine stands
@@ -62,6 +64,10 @@ class Metrics:
         self._engine()
         self._speculation()
         self._requests()
+        if learning is not None:
+            self.generation = self._gauge("aquiline:draft_generation", "Generation of the draft; 0 is as shipped.")
+            self.tau_before = self._gauge("aquiline:draft_tau_before", "Simulated tau of the generation before.")
+            self.tau_after = self._gauge("aquiline:draft_tau_after", "Simulated tau of the generation that serves.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         made = Counter(name, text, ["model_name", *labels], registry=self.registry)
@@ -204,6 +210,10 @@ class Metrics:
     def text(self) -> bytes:
         """The page that Prometheus reads."""
         self._publish()
+        if self.learning is not None and (found := self.learning.serving()) is not None:
+            self.generation.set(found.generation)
+            self.tau_before.set(found.tau_before)
+            self.tau_after.set(found.tau_after)
         return generate_latest(self.registry)
 
 

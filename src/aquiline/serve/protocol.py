@@ -57,8 +57,9 @@ class Prediction(Body):
 
 class Sampling(Body):
     """What completions and chats share. Names and meaning are OpenAI's; those it does not have are vLLM's.
-    Ours are three: `return_token_sources`; `drafter`, a way to draft by name, "none" for plain decoding; and
-    `num_spec_tokens`, the longest draft of a step. No way to draft changes the text."""
+    Ours are four: `return_token_sources`; `drafter`, a way to draft by name, "none" for plain decoding;
+    `num_spec_tokens`, the longest draft of a step; and `learn`, whether a server whose draft learns may store the
+    request. No way to draft changes the text."""
 
     model: str | None = None
     max_tokens: Whole | None = None
@@ -88,6 +89,7 @@ class Sampling(Body):
     drafter: str | None = None
     num_spec_tokens: Whole | None = None
     return_token_sources: bool | None = None
+    learn: bool | None = None
 
 
 class CompletionRequest(Sampling):
@@ -200,3 +202,4 @@ class ResponseRequest(Body):
     drafter: str | None = None
     num_spec_tokens: Whole | None = None
     return_token_sources: bool | None = None
+    learn: bool | None = None

@@ -27,7 +27,7 @@ refused."""
 
 PASSED_ON = (
     "model", "temperature", "top_p", "seed", "stream", "cache_salt", "priority", "drafter", "num_spec_tokens",
-    "return_token_sources", "tool_choice", "parallel_tool_calls",
+    "return_token_sources", "learn", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 """Fields that mean in a response what they mean in a chat."""
 

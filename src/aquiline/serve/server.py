@@ -15,6 +15,7 @@ import uvicorn
 
 from aquiline.config import ChatConfig, EngineConfig, Environment, PairConfig
 from aquiline.engine.grammar import Grammars
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.models.known_pairs import checkpoints
 from aquiline.models.load import read_model_config, resolve
 from aquiline.serve.app import make_app
@@ -34,8 +35,9 @@ LAST_S = 5
 
 
 def open_service(
-    pair: PairConfig, engine: EngineConfig, drafting: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig
-) -> Service:
+    pair: PairConfig, engine: EngineConfig, drafting: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig,
+    learning: LearnConfig = LearnConfig(),
+) -> Service:  # fmt: skip
     """The service that settings describe; its engine is started by the application. Raises ValueError and
     CheckpointError for what cannot be read."""
     target = checkpoints(pair.target, pair.draft).target
@@ -51,7 +53,7 @@ def open_service(
     template = template.with_options(chat.template_options or {}, "the model's chat template")
     template.check_ends(model.vocab_size)
     names = config.served_model_name or (str(target),)
-    client = EngineClient(Opening(pair, engine, drafting), config.stream_interval)
+    client = EngineClient(Opening(pair, engine, drafting, learning), config.stream_interval)
     compiling = Compiling(Grammars(tokenizer, model.vocab_size), model.eos_token_ids, limits.max_compile_s)
     return Service(client, Prompts(tokenizer, template), compiling, drafting, names, config, limits)
 

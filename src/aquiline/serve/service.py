@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from aquiline.engine.encode import ending_with
+from aquiline.engine.learning.store import LearningStore
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError
 from aquiline.serve.admission import Admission, check_choices, check_entries
@@ -39,7 +40,8 @@ SHORT = 4096
 
 
 class Service:
-    """The model behind the server. names: what clients call it by, the first in replies."""
+    """The model behind the server. names: what clients call it by, the first in replies. learning: what its draft
+    learns with, if it does."""
 
     def __init__(
         self,
@@ -58,7 +60,9 @@ class Service:
             prompts.template.source, prompts.tokenizer, config.reasoning_parser, config.tool_call_parser
         )
         prompts.is_generic = self.parsing.tools == GENERIC
-        self.metrics = Metrics(names[0])
+        folder = client.opening.learning.learn
+        self.learning = None if folder is None else LearningStore(folder)
+        self.metrics = Metrics(names[0], self.learning)
         self.gate = Admission(1, limits.max_waiting)
         self.began = int(time.time())
         self.failure: str | None = None
@@ -167,6 +171,7 @@ class Service:
                 engine_request = Request(
                     self.client.new_id(), prompt_ids, asked.choice(index, room), asked.drafting, asked.priority,
                     self.limits.max_request_s, None, asked.cache_salt, prediction, with_text=False,
+                    learn=request.learn is not False,
                 )  # fmt: skip
                 reader = parsing.reader(self.prompts.tokenizer, prompt_ids, text, asked.sampling.stop, has_tools)
                 choices.append(Choice(engine_request, reader, bool(request.return_token_sources), is_detailed))

@@ -7,10 +7,11 @@ served; while no request runs it answers commands alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aquiline.config import EngineConfig, PairConfig
+from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.engine.sequence import Request
 from aquiline.spec.drafting import Drafting
 from aquiline.types import FinishReason, Source, TokenLogprobs
@@ -18,11 +19,13 @@ from aquiline.types import FinishReason, Source, TokenLogprobs
 
 @dataclass(frozen=True)
 class Opening:
-    """What the engine process loads: a pair, the engine's sizes and the default way to draft."""
+    """What the engine process loads: a pair, the engine's sizes, the default way to draft, and whether the draft
+    learns."""
 
     pair: PairConfig
     engine: EngineConfig
     drafting: Drafting
+    learning: LearnConfig = field(default_factory=LearnConfig)
 
 
 class Submit(NamedTuple):
@@ -50,7 +53,8 @@ Command = Submit | Abort | Prepare | Quit
 
 class EngineInfo(NamedTuple):
     """The engine process is ready: what HTTP needs to know of its models. max_length: tokens of a sequence at most,
-    prompt and output, by positions and by pages; num_slots: requests that run at once."""
+    prompt and output, by positions and by pages; num_slots: requests that run at once; learning: what is to be told of
+    a draft that learns."""
 
     max_length: int
     vocab_size: int
@@ -59,6 +63,7 @@ class EngineInfo(NamedTuple):
     has_draft: bool
     memory: str
     system: dict[str, object]
+    learning: str | None = None
 
 
 class Begin(NamedTuple):

@@ -38,7 +38,7 @@ MEGABYTE = 1_000_000
 
 COMPARED = (
     "batch_size", "accumulate", "context", "ttt_steps", "late_share", "loss", "loss_on", "replay", "decay", "optimizer",
-    "warmup", "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens", "draft_dtype",
+    "warmup", "clip", "weight_decay", "seed", "ema", "eval_rows", "eval_tokens", "draft_dtype", "keep_fusion",
 )  # fmt: skip
 """Fields of TrainConfig stored as they are. Every field stands in one of COMPARED, DERIVED, BUDGET and FREE."""
 DERIVED = (
@@ -55,7 +55,7 @@ JUDGED_BY = ("held_out", "eval_rows", "eval_tokens", "ttt_steps", "draft_dtype")
 """Fields that change how drafts are judged: scores from before and after a change cannot be compared."""
 BUDGET = ("steps", "tokens", "minutes", "epochs")
 """A changed budget is announced, not refused: the learning rate follows the new budget from the present step on."""
-UNSTORED = {"replay": 1.0, "draft_dtype": "bfloat16"}
+UNSTORED = {"replay": 1.0, "draft_dtype": "bfloat16", "keep_fusion": False}
 """Fields that older checkpoints lack, with the value that their runs had."""
 FREE = (
     "out", "init", "norm_feedback", "resume", "may_differ", "log_every", "eval_every", "features", "keep",

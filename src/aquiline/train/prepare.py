@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.config import Environment
@@ -98,10 +98,13 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     views = Views(teacher.views, cache)
     if start is not None:
         head, scale = loaded_head(start.folder, teacher.decoder, config), start.state["scale"]
+        head.fc.data /= scale
     else:
         head, scale = _begin(config, teacher, batches, views, reader.special, say)
     head = for_long_contexts(head, config)
     world.copy_from_first([scale, head.d2t, *(p for p in head.parameters() if p.requires_grad)])
+    for parameter in _fusion(head) if config.keep_fusion else ():
+        parameter.requires_grad_(False)
     head = head.to(device)
     assembler = Assembler(
         views, scale, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)).cpu(), teacher.head, device
@@ -188,6 +191,8 @@ def _begin(
         head = loaded_head(config.init, teacher.decoder, config)
         if head.config.norm_before_fc or head.config.fc_norm:
             scale = torch.ones_like(scale)  # the head norms its input itself
+        for parameter in _fusion(head) if config.keep_fusion else ():
+            parameter.data = parameter.data.bfloat16().float()  # as checkpoints store it, from which a run is resumed
         head.fc.data /= scale  # a saved draft takes raw features
         return head, scale
     counts = _counts(batches.corpus, seen, len(teacher.head))
@@ -202,6 +207,11 @@ def _begin(
     )  # fmt: skip
     starts.fit(head, documents, seen, scale)
     return head, scale
+
+
+def _fusion(head: DraftHead) -> list[nn.Parameter]:
+    """What a head fuses the target's features with: fc and the norms before it."""
+    return [parameter for parameter in (head.fc, head.input_norm, head.fc_norm) if parameter is not None]
 
 
 def _sampled(batches: Batches) -> list[Int32]:

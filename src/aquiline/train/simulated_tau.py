@@ -80,13 +80,15 @@ class DraftJudgement:
     """How good the draft is on the target's own text.
 
     loss: mean soft cross-entropy of all passes. accuracy: per pass, how often the draft's best guess is the target's.
-    tau: simulated tokens committed per cycle of a greedy chain. tau_sampled: the same at `temperature`."""
+    tau: simulated tokens committed per cycle of a greedy chain. tau_sampled: the same at `temperature`. cycles: the
+    expected number of each text's cycles, in the order in which they were given."""
 
     loss: float
     accuracy: tuple[float, ...]
     tau: float
     tau_sampled: float
     temperature: float = TEMPERATURE
+    cycles: tuple[float, ...] = ()
 
     @property
     def score(self) -> float:
@@ -108,7 +110,8 @@ class HeldOut:
 
     def __init__(self, assembler: Assembler, texts: Sequence[JudgedText], num_steps: int) -> None:
         self.assembler, self.num_steps = assembler, num_steps
-        by_length = sorted(texts, key=lambda text: len(text.tokens))
+        self.order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
+        by_length = [texts[i] for i in self.order]
         self.groups = [by_length[i : i + GROUP] for i in range(0, len(by_length), GROUP)]
         self.seen: list[tuple[Batch, Tensor]] = []  # what _look gives, one per group; filled by the first judgement
 
@@ -118,17 +121,20 @@ class HeldOut:
         if not self.seen:
             self.seen = [self._look(group) for group in self.groups]
         sums = torch.zeros(3, self.num_steps)
-        cycles, tokens = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+        cycles, tokens, by_text = {False: 0.0, True: 0.0}, {False: 0, True: 0}, list[float]()
         for group, (batch, tempered) in zip(self.groups, self.seen, strict=True):
             match, told = self._matches(head, group, batch, tempered)
             sums += told
             for text, of_text in zip(group, match, strict=True):
-                cycles[text.temperature > 0] += expected_cycles(of_text)
+                by_text.append(expected_cycles(of_text))
+                cycles[text.temperature > 0] += by_text[-1]
                 tokens[text.temperature > 0] += len(of_text)
         tau = {is_sampled: tokens[is_sampled] / num if num else math.nan for is_sampled, num in cycles.items()}
         loss, right, counts = sums
         accuracy = tuple((right / counts.clamp_min(1)).tolist())
-        return DraftJudgement(float(loss.sum() / counts.sum().clamp_min(1)), accuracy, tau[False], tau[True])
+        mean = float(loss.sum() / counts.sum().clamp_min(1))
+        given = tuple(cycles_of for _, cycles_of in sorted(zip(self.order, by_text, strict=True)))
+        return DraftJudgement(mean, accuracy, tau[False], tau[True], cycles=given)
 
     def _matches(
         self, head: DraftHead, group: Sequence[JudgedText], batch: Batch, tempered: Tensor

@@ -45,6 +45,9 @@ class TrainConfig:
     )
     out: Path = field(metadata=about("Folder to write; serve the draft from it."))
     init: Path | None = setting(None, "Draft to continue from, with its vocabulary and shape.")
+    keep_fusion: bool = setting(
+        False, "Leave fc and its norms as --init has them, so that features that a server has fused stay valid."
+    )
     resume: bool = setting(False, "Continue OUT from its newest whole checkpoint.")
     may_differ: tuple[str, ...] = setting(
         (), "Settings that --resume changes on purpose, as: data lr. The names are TrainConfig's."
@@ -141,6 +144,7 @@ class TrainConfig:
             ),
             (not (self.init and self.resume), "init and resume: --resume already continues OUT; drop --init"),
             (self.norm_feedback is None or bool(self.init), "norm_feedback: says how to read --init; name that draft"),
+            (bool(self.init) or self.resume or not self.keep_fusion, "keep_fusion: needs a draft to keep; name --init"),
             (self.resume or not self.may_differ, "may_differ: says what a resumed run changes; add --resume"),
         ]
         return [text for ok, text in checks if not ok]

@@ -190,10 +190,10 @@ class Weights:
             raise ValueError(f"draft_dtype={config.draft_dtype!r}: needs whole matrices; take parallel='ddp'")
         self.head, self.world = head, world
         self.loss = BatchLoss(head, objective)
-        world.shard(self.loss, {head.embed})
+        world.shard(self.loss, {p for p in head.parameters() if not p.requires_grad})
         self.named = {n: p for n, p in head.named_parameters() if p.requires_grad}
         self.trained = list(self.named.values())
-        self.rounding = Rounding(config.draft_dtype, scale, self.named)
+        self.rounding = Rounding(config.draft_dtype, scale, dict(head.named_parameters()))
         self.optimizers = build_optimizers(head, config.optimizer, lr, config.weight_decay)
         self.average = Average(self.trained, config.ema) if config.ema else None
 
@@ -228,7 +228,8 @@ class Weights:
         training."""
         weights = self.trained if self.average is None else self.average.weights
         state = {name: gathered(w.detach()) for name, w in zip(self.named, weights, strict=True)}
-        state |= {"embed": self.head.embed.detach(), "d2t": self.head.d2t}
+        state |= {name: p.detach() for name, p in self.head.named_parameters() if not p.requires_grad}
+        state |= {"d2t": self.head.d2t}
         return _frozen(self.head.config, state).to(self.world.device)
 
     def as_stored(self, served: DraftHead) -> DraftHead:

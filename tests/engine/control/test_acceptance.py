@@ -33,6 +33,17 @@ def test_levels_count_up_to_the_first_wrong_guess() -> None:
     assert record.levels.trials[0] == 1, "nothing was drawn"
 
 
+def test_a_half_blind_draft_says_nothing_of_other_texts() -> None:
+    pool = Pool()
+    blind = Record(pool)
+    for _ in range(100):
+        blind.observe([guess(1, 3), guess(2, 3)], [2, 5], is_half_blind=True)
+    assert blind.share(0) < 0.2, "what its own drafting brings is known"
+    young, fresh = Record(pool), Record(Pool())
+    assert (young.share(0), chances_of(young)) == (fresh.share(0), chances_of(fresh))
+    assert margins_of(pool, 0.5) == margins_of(Pool(), 0.5)
+
+
 def test_temperatures_have_pools_of_their_own() -> None:
     numbers = [pool_number(t) for t in (0.0, 0.3, 0.5, 0.8, 1.0, 2.0)]
     assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == NUM_POOLS - 1

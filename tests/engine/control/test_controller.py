@@ -7,8 +7,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
-from aquiline.backends.base import Admit, Decoded, StepInput, StepOutput
+import pytest
+
+from aquiline.backends.base import Admit, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import SamplingParams
+from aquiline.engine.control.acceptance import Pool
 from aquiline.engine.control.controller import (
     INITIAL_PROBES,
     PROBE_TIME_SHARE,
@@ -17,6 +20,7 @@ from aquiline.engine.control.controller import (
     TRIAL_PERIOD,
     TRIAL_STEPS,
     UNCOPIED_LIMITS,
+    UNVERIFIED,
     Controller,
     source_of,
 )
@@ -25,6 +29,7 @@ from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.spec.adaptive import Adaptive
+from aquiline.spec.confidence import Guess
 from aquiline.spec.drafting import Chain, Drafting, Proposal
 from aquiline.text.detokenizer import Detokenizer
 
@@ -194,3 +199,18 @@ def test_chains_have_the_planned_levels() -> None:
     controller = controller_of(pass_ms=PLAIN_MS / 3)
     decode = chosen(controller, sequence := sequence_of()).decodes[sequence]
     assert source_of(decode) == "draft" and decode.drafting == Chain(2)
+
+
+@pytest.mark.parametrize(("window", "root", "first_key", "teaches"), [
+    (0, 100, 1, True), (0, 100, 51, True), (0, 100, 52, False), (24, 100, 89, True), (24, 100, 90, False),
+    (24, 10, 6, True), (24, 10, 7, False),
+], ids=str)  # fmt: skip
+def test_only_a_draft_that_sees_half_of_its_keys_teaches(window: int, root: int, first_key: int, teaches: bool) -> None:
+    controller, sequence = controller_of(), sequence_of()
+    controller.draft_window = window
+    decode = Decode(0, Chain(1), cut=UNVERIFIED)
+    chosen(controller, sequence)
+    decoded = Decoded(root, [5], 0, root + 1, None, [Guess(5, 6, 3)], first_key)
+    output = StepOutput([decoded], [], 2, None)
+    controller.learn(Step(StepPlan(decoding=(sequence,)), StepInput((decode,)), SimpleNamespace(read=lambda: output)))
+    assert any(pool.levels.trials != Pool().levels.trials for pool in controller._pools) == teaches

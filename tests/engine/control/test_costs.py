@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tests.conftest import needs_native, tiny_models
 
 import aquiline.engine.control.calibrate as calibrate
+from aquiline.backends.base import Decode, Decoded, StepInput, StepOutput
 from aquiline.engine.control.costs import MAX_TABLE_ROWS, CostTable, StepCosts, ms_at, times_by_rows
 from aquiline.engine.model import LoadedModels
+from aquiline.spec.drafting import Chain
 
 EDGED = times_by_rows([(1, 2.0), (4, 2.0), (5, 3.0), (8, 3.0), (64, 17.0)])
 TABLE = CostTable(
@@ -137,3 +139,13 @@ def test_a_table_is_measured_anew_for_another_number_of_cpus(tmp_path: Path, mon
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: cpus, raising=False)
         assert calibrate.cost_table(tiny_models(), is_measured=True) == measured[number]
     assert len(measured) == 2
+
+
+def test_draft_keys_that_a_sequence_catches_up_say_nothing_of_passes() -> None:
+    """A sequence that begins to draft writes the keys of its whole window in that step."""
+    table = CostTable(times_by_rows([(1, 1.0)]), times_by_rows([(1, 0.1)]), times_by_rows([(1, 0.1)]))
+    for num_draft_rows, is_learnt in ((3, True), (200, False)):
+        costs = StepCosts(table)
+        output = StepOutput([Decoded(9, [5], 1, 10)], [], num_draft_rows, {"draft": 1.0, "verify": 0.001})
+        costs.learn_step(StepInput((Decode(0, Chain(1)),)), output, [10])
+        assert (costs.draft_factor > 1.0) == is_learnt

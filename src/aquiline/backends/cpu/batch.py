@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, byref, c_double, c_float, c_int32, sizeof
 from itertools import chain
 from typing import Any
@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from aquiline.backends.base import Admit, Decode, RowEdits, StepInput, TokenMasks
 from aquiline.backends.cpu.buffers import address, pointer
-from aquiline.backends.cpu.native import AqAdmit, AqBatchConfig, AqConfidence, AqCut, AqEdit, AqSampling, AqShape
+from aquiline.backends.cpu.native import (
+    AqAdmit,
+    AqBatchConfig,
+    AqConfidence,
+    AqCut,
+    AqEdit,
+    AqModel,
+    AqSampling,
+    AqShape,
+)
 from aquiline.backends.cpu.native_weights import library
 from aquiline.config import MAX_DEPTH, MAX_NODES
 from aquiline.errors import NativeError
@@ -52,6 +61,7 @@ class NativeBatch:
         self._packed: tuple[float, ...] = ()  # the values in _row_costs
         self._confidence = AqConfidence()
         self._num_done = c_int32()
+        self._kept_draft: object = None
         self._make_room(1)
         self._handle = lib.open_batch(byref(config))
         if not self._handle:
@@ -62,6 +72,12 @@ class NativeBatch:
         """Free the slots, as dropping the last reference to the batch does. Closing twice does nothing."""
         self._handle = None
         self._closing()
+
+    def renew_draft(self, draft: AqModel, first_draft_keys: Mapping[int, int], kept: object) -> None:
+        """Draft with these weights from now on (Backend.renew_draft); `kept` keeps them alive."""
+        firsts = (c_int32 * self.num_slots)(*(first_draft_keys.get(slot, 0) for slot in range(self.num_slots)))
+        self._check(self._library.renew_draft(self._handle, byref(draft), addressof(firsts)))
+        self._kept_draft = kept
 
     def draft(self, step: StepInput) -> None:
         """Apply extends, admissions and pages, and grow the trees."""
@@ -133,7 +149,7 @@ class NativeBatch:
 
     def _make_room(self, num_steps: int) -> None:
         self._room = num_steps
-        report = 3 + self.num_slots * (7 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
+        report = 3 + self.num_slots * (9 + 2 * (MAX_DEPTH + 1) + 3 * MAX_DEPTH + 2 * MAX_NODES)
         self.out = (c_int32 * (num_steps * report))()
         self.seconds = (c_double * (num_steps * NUM_TIMES))()
 
@@ -225,8 +241,9 @@ def admission(admit: Admit, kept: list[object]) -> AqAdmit:
     words = [number for word in admit.bad_words for number in (len(word), *word)]
     return AqAdmit(
         slot=admit.slot, num_tokens=len(admit.tokens), num_prompt=admit.num_prompt, num_hit=admit.num_hit,
-        drafts=admit.drafts, first_draft_key=admit.first_draft_key, min_tokens=s.min_tokens, max_tokens=s.max_tokens,
-        num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids), bad_words_size=len(words),
+        drafts=admit.drafts, first_draft_key=admit.first_draft_key, draft_end=admit.draft_end, min_tokens=s.min_tokens,
+        max_tokens=s.max_tokens, num_biases=len(s.logit_bias), num_end_tokens=len(admit.end_token_ids),
+        bad_words_size=len(words),
         repetition_penalty=s.repetition_penalty, presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,
         sampling=AqSampling(s.temperature, s.top_p, s.min_p, s.top_k, 0, s.seed),

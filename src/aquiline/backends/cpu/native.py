@@ -161,7 +161,8 @@ class AqAdmit(Structure):
     """A sequence takes a slot."""
 
     _fields_ = [
-        *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts", "first_draft_key")),
+        *((n, c_int32) for n in ("slot", "num_tokens", "num_prompt", "num_hit", "drafts")),
+        *((n, c_int32) for n in ("first_draft_key", "draft_end")),
         *((n, c_int32) for n in ("min_tokens", "max_tokens", "num_biases", "num_end_tokens", "bad_words_size")),
         *((n, c_float) for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         ("sampling", AqSampling),
@@ -254,6 +255,7 @@ _CHECKED: dict[str, list[Any]] = {
 
 _STAGES: dict[str, list[Any]] = {
     "aq_add_shape": [_P, _P, _P],
+    "aq_renew_draft": [_P, _MODEL, _P],
     "aq_draft": [_P, _P, _P, _P, _I],
     "aq_read_trees": [_P, _P],
     "aq_replace_trees": [_P, _P],

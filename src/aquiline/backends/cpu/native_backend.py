@@ -6,7 +6,7 @@ Owns the memory that a step computes with; the library owns the slots (csrc/stag
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, string_at
 from ctypes import pointer as pointer_to
@@ -185,6 +185,13 @@ class CpuBackend:
         best, logprobs = (np.concatenate([getattr(p, name)[:, 0] for p in parts]) for name in ("ids", "logprobs"))
         return Scored(self.hidden[:num], self.features[:num], best, logprobs)
 
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:
+        """Draft with the pair's present draft from now on. Raises ValueError if a step is in progress, or for a key
+        whose feature no page holds."""
+        draft = self._pair.draft_model
+        assert draft is not None, "a pair without a draft model has none to replace"
+        self._batch.renew_draft(draft.model.struct, first_draft_keys, draft)
+
     def time_parts(self, is_wanted: bool) -> None:
         """Whether StepOutput.parts is filled from now on."""
         self._parts = np.zeros(NUM_LIBRARY_PARTS) if is_wanted else None
@@ -229,20 +236,19 @@ class CpuBackend:
         found = out[begin : begin + size]
         at = tree_size = 0
         for decode in step.decodes:
-            root, num_drafted, draft_end, num_kept = found[at : at + 4]
-            at += 4 + num_kept
-            if decode.cut is None:
-                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end))
-            else:
+            root, num_drafted, first_key, draft_end, features_end, num_kept = found[at : at + 6]
+            at += 6 + num_kept
+            kept, guesses = found[at - num_kept : at], list[Guess]()
+            if decode.cut is not None:
                 end = at + 1 + 3 * found[at]
                 guesses = [*map(Guess, found[at + 1 : end : 3], found[at + 2 : end : 3], found[at + 3 : end : 3])]
-                decodes.append(Decoded(root, found[at - num_kept : at], num_drafted, draft_end, None, guesses))
                 at = end
+            decodes.append(Decoded(root, kept, num_drafted, draft_end, None, guesses, first_key, features_end))
             tree_size += 2 * (num_drafted + 1) + num_kept
         for _ in step.chunks:
-            token, draft_end = found[at : at + 2]
-            at += 2
-            chunks.append(Prefilled(None if token == -2 else token, draft_end))
+            token, first_key, draft_end, features_end = found[at : at + 4]
+            at += 4
+            chunks.append(Prefilled(None if token == -2 else token, draft_end, None, [], first_key, features_end))
         begin += size
         trees = None
         if step.with_trees or self._reader.wishes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aquiline.backends.base import Sizes
+from aquiline.backends.base import Sizes, check_replaces
 from aquiline.backends.cpu import calls, native_weights
 from aquiline.backends.cpu.buffers import address
 from aquiline.backends.cpu.calls import NativeModel
@@ -115,14 +115,27 @@ class CpuPair:
         self.target: ModelConfig = target.config
         self.draft: DraftConfig | None = None if draft is None else draft.config
         arena = Arena()
+        self.draft_version = 0
         self.draft_model: NativeDraft | None = None  # packed first, while the blocks of a target are still in its file
         if draft is not None:
             self.draft_model = pack_draft(draft, self.draft_arithmetic, quantised(draft_dtype), arena)
         self.target_model = NativeModel(target, self.arithmetic, quantised(dtype), arena)
+        self._arena, self._draft_dtype = arena, draft_dtype
+        self._draft_embed = None if draft is None else draft.model.embed  # kept, so that the arena still knows it
 
     def open(self, sizes: Sizes) -> CpuBackend:
         """Storage and buffers for an engine of that size."""
         return CpuBackend(self, sizes)
+
+    def replace_draft(self, draft: DraftWeights) -> None:
+        """Draft with the layer, norm and head of these weights: see Pair."""
+        old = self.draft_model
+        check_replaces(self.draft, None if old is None else old.d2t, draft)
+        assert old is not None and self._draft_embed is not None
+        head, dtype = replace(draft.model, embed=self._draft_embed), quantised(self._draft_dtype)
+        model = NativeModel(head, self.draft_arithmetic, dtype, self._arena.beside())
+        self.draft_model = replace(old, model=model)
+        self.draft_version += 1  # last: who reads it before the weights finds these or later ones
 
     def new_index(self, min_length: int, events: MatchEvents) -> NativeIndex:
         """The index of an empty text."""

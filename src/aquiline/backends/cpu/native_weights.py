@@ -70,6 +70,13 @@ class Arena:
         self.embeddings: WeakKeyDictionary[Weight, Array] = WeakKeyDictionary()  # of floats, as they were read
         self._chunks: list[NDArray[np.uint8]] = []
         self._next = self._end = 0
+        self._shared: Arena | None = None
+
+    def beside(self) -> Arena:
+        """Another arena, freed by itself, for weights that share embeddings and tables with those in this one."""
+        arena = Arena()
+        arena.tables, arena.embeddings, arena._shared = self.tables, self.embeddings, self
+        return arena
 
     def take(self, num_bytes: int) -> int:
         """The address of that many bytes, on a cache line, for as long as the arena lives."""

@@ -62,7 +62,9 @@ class PrefilledRows:
     of that token; prompt: those of the prompt's tokens."""
 
     token: Tensor | None
+    first_draft_key: int
     draft_end: int
+    features_end: int
     columns: LogprobColumns | None
     prompt: list[LogprobColumns]
 
@@ -71,7 +73,7 @@ class PrefilledRows:
         token = None if self.token is None else int(self.token)
         own = None if self.columns is None else self.columns.read(1)
         prompt = [entry for columns in self.prompt for entry in columns.read(len(columns.chosen))]
-        return Prefilled(token, self.draft_end, own, prompt)
+        return Prefilled(token, self.draft_end, own, prompt, self.first_draft_key, self.features_end)
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,14 @@ class IssuedStep:
             guesses = {b: own for places, each in self.guesses for b, own in zip(places, each.read(), strict=True)}
             for b, host in enumerate(self.hosts):
                 num_kept = int(accepted[b]) + 1
-                host.grown(roots[b] + num_kept)
+                root, first_key = roots[b] + num_kept, host.admit.first_draft_key
+                host.grown(root)
                 columns = self.columns[b]
                 entries = None if columns is None else columns.read(num_kept)
                 kept = tokens[b, :num_kept].tolist()
-                decodes.append(Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, [])))
+                decodes.append(
+                    Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, []), first_key, root)
+                )
         chunks = [prefilled.read() for prefilled in self.prefilled]
         trees = VerifiedTrees(DraftedTrees(self.trees).read(), result) if self.with_trees else None
         return StepOutput(decodes, chunks, self.num_draft_rows, None, trees=trees)

@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -188,6 +188,11 @@ class ParallelPair(TorchPair):
             self.team.tell("open", self._num_opened, sizes)
         return ParallelBackend(self.team, self._num_opened, super().open(sizes))
 
+    def replace_draft(self, draft: DraftWeights) -> None:
+        """Raises ValueError: the other ranks would go on with the draft that they loaded."""
+        num_ranks = 1 + len(self.team.processes)
+        raise ValueError(f"tensor_parallel_size={num_ranks}: the draft of several ranks cannot be replaced; use 1")
+
     def system(self) -> dict[str, object]:  # noqa: D102
         return super().system() | {"ranks": 1 + len(self.team.processes), "parallel_mode": "gather"}
 
@@ -243,6 +248,9 @@ class ParallelBackend:
     def score(self, documents: Sequence[Int32]) -> Scored:  # noqa: D102
         scored: Scored = self._together("score", documents)
         return scored
+
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:
+        """Never called: ParallelPair.replace_draft refuses."""
 
     def time_parts(self, is_wanted: bool) -> None:
         """Parts are not timed, as in TorchBackend."""

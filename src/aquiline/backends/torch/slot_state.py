@@ -87,18 +87,22 @@ class SlotState:
         """A sequence takes its slot."""
         slot, s = admit.slot, admit.sampling
         assert s.seed is not None, "the engine resolves seeds"
-        # Either all draft keys of the cached pages are usable, or none: then the first stands one index behind them.
-        draft_end = max(admit.num_hit, admit.first_draft_key)
         rules = Rules(admit, vocab_size, self.device) if s.changes_logits or admit.bad_words else None
         self.hosts[slot] = HostSlot(
-            admit, draft_end=draft_end, num_prompt_logprobs=admit.num_prompt_logprobs, rules=rules
+            admit, draft_end=admit.draft_end, num_prompt_logprobs=admit.num_prompt_logprobs, rules=rules
         )
         self.history[slot, : len(admit.tokens)] = torch.tensor(admit.tokens, device=self.device)
         self.first_draft_key[slot] = admit.first_draft_key
-        self.draft_end[slot] = draft_end
+        self.draft_end[slot] = admit.draft_end
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = s.temperature, s.top_p, s.min_p
         self.top_k[slot] = s.top_k
         self.seed[slot, 0], self.seed[slot, 1] = s.seed & MASK32, s.seed >> 32
+
+    def renew_draft(self, slot: int, first_draft_key: int) -> None:
+        """All draft keys of a slot are missing, and the first is to stand at that index."""
+        host = self.hosts[slot]
+        self.first_draft_key[slot] = self.draft_end[slot] = host.draft_end = first_draft_key
+        host.max_lag = max(1, host.max_root + 1 - first_draft_key)
 
     def set_pages(self, change: Pages) -> None:
         """Enter pages in a slot's table."""

@@ -5,7 +5,8 @@ The order of a step is `TorchBackend.draft` and `TorchBackend.verify`, read from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,10 +33,8 @@ from aquiline.backends.torch.chains import (
     choose_nodes,
     padded_copies,
 )
-from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
-from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
 from aquiline.backends.torch.logit_rules import RowChanges
 from aquiline.backends.torch.slot_state import SlotState
@@ -44,6 +43,9 @@ from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
 from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
+
+if TYPE_CHECKING:
+    from aquiline.backends.torch.torch_pair import TorchPair
 
 LOGPROB_ROWS = 64
 """Rows whose logits are computed at once."""
@@ -54,8 +56,9 @@ class TorchBackend:
 
     is_async = True
 
-    def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
-        self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
+    def __init__(self, pair: TorchPair, kv_dtype: torch.dtype, sizes: Sizes) -> None:
+        decoder, head = pair.decoder, pair.head
+        self.pair, self.decoder, self.sizes, self.device = pair, decoder, sizes, decoder.embed.device
         self.state = SlotState(sizes, self.device)
         self.storage = TorchPages(decoder.config, self.state.scratch, kv_dtype, self.device)
         self._draft: Draft | None = None
@@ -140,6 +143,14 @@ class TorchBackend:
         best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden.split(HEAD_ROWS)]
         logprobs, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
         return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy(), ids.astype(np.int32), logprobs)
+
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:  # noqa: D102
+        assert self._draft is not None and self.pair.head is not None, (
+            "a pair without a draft model has none to replace"
+        )
+        self._draft.head = self.pair.head
+        for slot, first in first_draft_keys.items():
+            self.state.renew_draft(slot, first)
 
     def time_parts(self, is_wanted: bool) -> None:
         """Parts are not timed: on a device that would need a wait after each."""
@@ -331,7 +342,7 @@ class TorchBackend:
         prompt = self._prompt_logprobs(chunk, hidden) if host.admit.sampling.prompt_logprobs is not None else []
         if host.admit.drafts:
             self._extend_prompt(chunk, slots, features)
-        return PrefilledRows(token, host.draft_end, columns, prompt)
+        return PrefilledRows(token, host.admit.first_draft_key, host.draft_end, chunk.end, columns, prompt)
 
     def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, changes: RowChanges) -> Tensor:
         """The token [1] that the chunk's last row draws. The row is treated as a tree that is a root alone."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
 
-from aquiline.backends.base import Backend, Sizes
+from aquiline.backends.base import Backend, Sizes, check_replaces
 from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.ranks import ALONE, Ranks
@@ -50,7 +51,8 @@ class TorchPair:
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else ("float32" if dtype == "float32" else "bfloat16")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
-        self.device, self.head = device, None
+        self.device, self.head, self.draft_version = device, None, 0
+        self._draft_dtype = draft_dtype or dtype
         self.target, self.draft = target.config, None if draft is None else draft.config
         own = ranks.share.target(target)
         self.decoder = Decoder.of(own, ranks).float().to(device)
@@ -58,12 +60,23 @@ class TorchPair:
             draft = ranks.share.draft(draft, target, own)
             embed = self.decoder.embed if draft.model.embed is own.embed else None
             self.head = DraftHead.of(draft, embed, ranks).requires_grad_(False).float().to(device)
-        for module, storage in ((self.decoder, dtype), (self.head, draft_dtype or dtype)):
+        for module, storage in ((self.decoder, dtype), (self.head, self._draft_dtype)):
             if module is not None and storage in QUANTISED:
                 round_linears(module, storage)
 
+    def replace_draft(self, draft: DraftWeights) -> None:  # noqa: D102
+        old = self.head
+        check_replaces(self.draft, None if old is None else old.d2t.numpy(force=True).astype(np.int32), draft)
+        assert old is not None
+        head = DraftHead.of(draft, old.embed).requires_grad_(False).float().to(self.device)
+        if self._draft_dtype in QUANTISED:
+            round_linears(head, self._draft_dtype)
+        head.fc, head.input_norm, head.fc_norm = old.fc, old.input_norm, old.fc_norm
+        self.head = head
+        self.draft_version += 1
+
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
-        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
+        return TorchBackend(self, KV_DTYPES[self.kv_dtype], sizes)
 
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)

@@ -8,7 +8,7 @@ their real time, and the text is plain decoding's. Every result with a simulated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aquiline.backends.base import (
@@ -111,6 +111,10 @@ class SimulatedBackend:
     def score(self, documents: Sequence[Int32]) -> Scored:
         """See Backend."""
         return self.inner.score(documents)
+
+    def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:
+        """See Backend."""
+        self.inner.renew_draft(first_draft_keys)
 
     def time_parts(self, is_wanted: bool) -> None:
         """See Backend."""

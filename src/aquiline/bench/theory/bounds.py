@@ -89,7 +89,8 @@ def _cell(roofline: Roofline, grid: Grid, models: dict[str, Any], context: int, 
 
 
 def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch: int) -> dict[str, object]:
-    """One chain at one tau; the tau of an upper bound is the most that the chain can commit."""
+    """One chain at one tau; the tau of an upper bound is the most that the chain can commit. one_pass_saves: the share
+    of its time that a parallel head (P-EAGLE, DFlash) would save at the same tau."""
     cycle = roofline.cycle(Chain(chain), tau, batch, context)
     return {
         "num_spec_tokens": chain,
@@ -99,6 +100,7 @@ def _speculation(roofline: Roofline, chain: int, tau: float, context: int, batch
         "speedup": cycle.speedup,
         "draft_ms": cycle.draft.seconds * 1e3,
         "verify_ms": cycle.verify.seconds * 1e3,
+        "one_pass_saves": roofline.one_pass_saving(Chain(chain), tau, batch, context),
     }
 
 

@@ -11,6 +11,7 @@ first processes the committed tokens (tau rows, after fc), then makes one pass p
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -221,16 +222,33 @@ class Roofline:
             cycle = self.cycle(drafting, tau, batch, context)
         return tau
 
+    def one_pass_saving(self, drafting: Drafting, tau: float, batch: int, context: int) -> float:
+        """The share of a cycle's time that a parallel head would save at the same tau. Such a head drafts all levels of
+        a chain in one pass, in which the layer and the head have one more row for each level after the first."""
+        passes = self._passes(drafting, tau, batch, context)
+        wide = self._first_pass(tau, batch, context, num_more=len(passes) - 1)
+        saved = sum(one.seconds for one in passes) - wide.seconds
+        return saved / self.cycle(drafting, tau, batch, context).seconds
+
     def _drafted(self, drafting: Drafting, tau: float, batch: int, context: int) -> Ideal:
+        return functools.reduce(operator.add, self._passes(drafting, tau, batch, context))
+
+    def _passes(self, drafting: Drafting, tau: float, batch: int, context: int) -> list[Ideal]:
         """The passes of the draft: over the committed tokens with fc before it, then one for each further level."""
         if self.draft is None:
             raise ValueError(f"drafter={drafting.name!r}: no draft is named; name one, or use drafter='none'")
+        further = [
+            self.ideal(forward_cost(self.draft.body, batch, context + tau + level, num))
+            for level, num in enumerate(drafting.draft_passes)
+        ]
+        return [self._first_pass(tau, batch, context), *further]
+
+    def _first_pass(self, tau: float, batch: int, context: int, num_more: int = 0) -> Ideal:
+        """The pass over the committed tokens; num_more: further rows of each sequence, which go through the head."""
+        assert self.draft is not None, "only a draft has passes"
         body, fc = self.draft.body, self.draft.fc
         fusing = Cost(body.precision.layers.num_bytes(fc), linear_flops=2 * fc.num_weights * batch * tau)
-        drafted = self.ideal(fusing + forward_cost(body, batch, context, tau, num_head=1))
-        for level, num in enumerate(drafting.draft_passes):
-            drafted += self.ideal(forward_cost(body, batch, context + tau + level, num))
-        return drafted
+        return self.ideal(fusing + forward_cost(body, batch, context, tau + num_more, num_head=1 + num_more))
 
     def report(self, cycle: Cycle, tokens_per_s: float, speedup: float) -> dict[str, object]:
         """The `roofline` object of a result with a measured tokens_per_s and speedup. spec_efficiency: the speedup over

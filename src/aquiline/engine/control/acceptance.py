@@ -122,19 +122,20 @@ class Record:
         """Right tokens per token that the margins predicted; close to 1 while there are few events."""
         return (self.right + 2 * PRIOR_EVENTS) / (self.expected + 2 * PRIOR_EVENTS)
 
-    def observe(self, guesses: Sequence[Guess], drawn: Sequence[int]) -> None:
+    def observe(self, guesses: Sequence[Guess], drawn: Sequence[int], is_half_blind: bool = False) -> None:
         """Count the levels up to the first wrong guess. drawn: the tokens that the target drew at the guessed
-        levels."""
+        levels. is_half_blind: the draft saw less than half of its keys, which says nothing of other sequences."""
         pool, level = self.pool, 0
         for (guessed, runner_up, margin), token in zip(guesses, drawn, strict=False):
             is_right = guessed == token
             self.right += is_right
             self.expected += pool.chances.share(margin)
-            pool.chances.add(margin, is_right)
-            pool.seconds.add(margin, runner_up == token)
-            pool.levels.add(level, is_right)
             self.levels.add(level, is_right)
-            pool.margins[level].add(margin)
+            if not is_half_blind:
+                pool.chances.add(margin, is_right)
+                pool.seconds.add(margin, runner_up == token)
+                pool.levels.add(level, is_right)
+                pool.margins[level].add(margin)
             if not is_right:
                 break
             level = 1

@@ -254,7 +254,7 @@ class _Measurement:
         on."""
         tokens = tuple((slot + 5 * i) % self.vocab for i in range(num_keys + 1))
         admit = Admit(slot, tokens, len(tokens), SamplingParams(seed=slot), num_hit=num_keys, drafts=self.has_draft,
-                      first_draft_key=1)  # fmt: skip
+                      draft_end=num_keys)  # fmt: skip
         pages = Pages(slot, 0, tuple(range(first_page, first_page + num_pages)))
         chunk = Chunk(slot, num_keys, num_keys + 1, is_last=True, draws=True)
         self.backend.step(StepInput(chunks=(chunk,), admits=(admit,), pages=(pages,))).read()

@@ -44,9 +44,10 @@ REPLAN_STEPS, TIMING_STEPS = 32, 8
 ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
 batch, a timing some tens."""
 
-TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP = 256, 4, 0.8
+TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
-the tokens: what rows cost beside each other is known for sure only where it was timed."""
+the tokens: what rows cost beside each other is known for sure only where it was timed. Trials are rarer where the draft
+keys that they begin with would take more than this share of the time."""
 
 PROBE_TIME_SHARE = 0.004
 """Share of the time that probes may take."""
@@ -62,10 +63,17 @@ SEARCH_SMOOTHING = 1 / 16
 
 SEARCH_COST, SEARCH_TIME_SHARE = 3.0, 0.02
 """A search takes this many times its own time, since it ends a run of repeated steps; and the share of the time that
-searches without a copy may take. Where they would take more, they are as many times rarer, up to every 16th step."""
+searches may take where they bring less than they cost. Where they would take more, they are rarer, up to every 16th
+step."""
+
+INITIAL_GAIN, GAIN_SMOOTHING = 1.0, 1 / 8
+"""Tokens that a search brings before the first one, and the weight of a search in that average."""
 
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
+
+KEYS_PER_PASS = 32
+"""Number of missing draft keys that take about as long to write as a pass over one row."""
 
 PLAIN = NoDraft()
 UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
@@ -74,12 +82,11 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 
 class _Planned(NamedTuple):
     """The plan of a load. until: the number of the step from which it is old; steps: how many steps it is followed for;
-    tried: the number of the step of the last trial to draft; is_trial: whether this is one."""
+    is_trial: whether it tries to draft."""
 
     plan: DraftingPlan
     until: int
     steps: int
-    tried: int
     is_trial: bool = False
 
 
@@ -88,7 +95,7 @@ class _SequenceState:
     """What the controller knows of one sequence. plan: the one that the next two follow; terms: on which it drafts,
     None while it does not; least_node: tokens that a copied token must bring; last_probe: number of the step that last
     probed the draft; last_search: number of the step that last searched for a match; num_uncopied: steps since the
-    sequence copied text."""
+    sequence copied text; gain: right tokens that a search brings, on average."""
 
     record: Record | None  # None without a draft model
     plan: DraftingPlan | None = None
@@ -97,21 +104,25 @@ class _SequenceState:
     last_probe: int = 0
     last_search: int = -1
     num_uncopied: int = 0
+    gain: float = INITIAL_GAIN
 
-    def search_period(self, rarer: int) -> int:
-        """The sequence searches for a match in one step of this many; `rarer`: how much rarer than by the table."""
+    def search_period(self, price: float, rarer: int) -> int:
+        """The sequence searches for a match in one step of this many. price: tokens that a search must bring;
+        `rarer`: how much rarer it searches than by the table if it has not just copied, or brings less."""
         place = bisect_right(UNCOPIED_LIMITS, self.num_uncopied)
-        if self.record is None or place < 2:  # copies are all that it drafts, or it has just copied
+        if self.record is None or (place < 2 and self.gain >= price):  # None: copies are all that it drafts
             return SEARCH_PERIODS[place]
         return min(SEARCH_PERIODS[-1], SEARCH_PERIODS[place] * rarer)
 
 
 @dataclass(eq=False)
 class Controller:
-    """Chooses for the adaptive sequences of an engine and learns from every step."""
+    """Chooses for the adaptive sequences of an engine and learns from every step. draft_window: how many keys a draft
+    row sees at most; 0: all."""
 
     costs: StepCosts
     ledger: Ledger = field(default_factory=Ledger)
+    draft_window: int = 0
 
     def __post_init__(self) -> None:
         self._pools = [Pool() for _ in range(NUM_POOLS)]
@@ -120,14 +131,16 @@ class Controller:
         self._steps_untimed = TIMING_STEPS
         self._planner = Planner(self.costs)
         self._plans: dict[tuple[int, int, bool], _Planned] = {}
-        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0, 0)
+        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
+        self._last_trial = -TRIAL_PERIOD  # the number of its step
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = 0.0  # of the last step whose times were learnt
         self._search_ms = 0.0  # of the searches of a step, its average
         self._num_searches = 0
-        self._rarer = 1  # searches of sequences that do not copy
+        self._rarer = 1  # searches of sequences that do not copy: a power of two, so that they fall on the same steps
+        self._gain = INITIAL_GAIN  # of searches of all sequences
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
@@ -143,7 +156,8 @@ class Controller:
         if self._num_searches > num_searches:
             self._search_ms += SEARCH_SMOOTHING * ((time.perf_counter() - started) * 1e3 - self._search_ms)
             most_ms = SEARCH_TIME_SHARE * self._expected_ms
-            self._rarer = max(1, math.ceil(SEARCH_COST * self._search_ms / most_ms)) if most_ms else 1
+            share = SEARCH_COST * self._search_ms / most_ms if most_ms else 1.0
+            self._rarer = 2 ** max(0, math.ceil(math.log2(share)))
         self._fit_copies(mine, chosen)
         self._probe_ms += PROBE_TIME_SHARE * self._expected_ms
         if self._probe_ms >= self._probe_cost:
@@ -160,7 +174,7 @@ class Controller:
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
             if sequence.proposer is not None:
-                most = min(most, self._states[sequence].search_period(self._rarer))
+                most = min(most, self._states[sequence].search_period(self._search_price, self._rarer))
         return max(1, most)
 
     def repeated(self, choice: StepChoice, num_steps: int) -> None:
@@ -182,11 +196,15 @@ class Controller:
                 continue
             has_adaptive = True
             add_choice(self.ledger, decode, decoded, is_timed)
+            if decode.proposal is not None:
+                self._learn_gain(state, len(decoded.kept) - 1.0)
             first = decoded.kept[0]
             if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
                 self._overlap.add(0, decoded.guesses[0].token == first)
             if decoded.guesses and state.record is not None:
-                state.record.observe(decoded.guesses, decoded.kept)
+                num_seen = decoded.root + 1 - decoded.first_draft_key
+                most_seen = min(self.draft_window or decoded.root, decoded.root)
+                state.record.observe(decoded.guesses, decoded.kept, 2 * num_seen < most_seen)
         is_learnt = has_adaptive and not step.plan.chunks  # the table does not have the cost of prompts
         self._inside_ms = sum(output.seconds.values()) * 1e3 if is_learnt and output.seconds is not None else 0.0
         if has_adaptive and is_timed:
@@ -208,6 +226,16 @@ class Controller:
     # Planning
 
     @property
+    def _search_price(self) -> float:
+        """Tokens that a step's searches must bring."""
+        return self._plan.rate * SEARCH_COST * self._search_ms
+
+    def _learn_gain(self, state: _SequenceState, tokens: float) -> None:
+        """A search brought so many tokens."""
+        state.gain += GAIN_SMOOTHING * (tokens - state.gain)
+        self._gain += GAIN_SMOOTHING / len(self._states) * (tokens - self._gain)
+
+    @property
     def _plan(self) -> DraftingPlan:
         """The plan of this step's load."""
         return self._planned.plan
@@ -217,16 +245,29 @@ class Controller:
         load = _size(len(mine)), _size(len(plan.decoding)), bool(plan.chunks)
         now, last = self._num_steps, self._plans.get(load)
         if last is None:
-            steps = math.ceil(REPLAN_STEPS / len(mine))
-            last = _Planned(self._new_plan(plan, mine), now + steps, steps, now - TRIAL_PERIOD)
+            steps = max(math.ceil(REPLAN_STEPS / len(mine)), self._planned.steps)
+            last = _Planned(self._new_plan(plan, mine), now + steps, steps)
         elif now < last.until:
             pass
-        elif not plan.chunks and not last.plan.planned_rate and now - last.tried >= TRIAL_PERIOD:
-            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, now, True)
+        elif not plan.chunks and not last.plan.planned_rate and self._may_try(mine):
+            self._last_trial = now
+            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
         else:
             steps = min(REPLAN_STEPS, 2 * last.steps)
-            last = _Planned(self._new_plan(plan, mine), now + steps, steps, last.tried)
+            last = _Planned(self._new_plan(plan, mine), now + steps, steps)
         self._planned = self._plans[load] = last
+
+    def _may_try(self, mine: tuple[Sequence, ...]) -> bool:
+        passed = self._num_steps - self._last_trial
+        return passed >= max(
+            TRIAL_PERIOD, self._catch_up_ms(*mine) / (TRIAL_TIME_SHARE * self._expected_ms or math.inf)
+        )
+
+    def _catch_up_ms(self, *sequences: Sequence) -> float:
+        """The time that the draft keys take which these sequences lack."""
+        most = self.draft_window or math.inf
+        missing = sum(max(0, min(most, s.num_cached - s.draft_end)) for s in sequences if s.drafts)
+        return missing / KEYS_PER_PASS * self.costs.draft_ms((1,))
 
     def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float = MIN_SPEEDUP) -> DraftingPlan:
         drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
@@ -253,7 +294,7 @@ class Controller:
         found = self._states.get(sequence)
         if found is None:
             pool = self._pools[pool_number(sequence.request.sampling.temperature)]
-            found = self._states[sequence] = _SequenceState(Record(pool) if sequence.drafts else None)
+            found = self._states[sequence] = _SequenceState(Record(pool) if sequence.drafts else None, gain=self._gain)
         return found
 
     # A step
@@ -262,7 +303,7 @@ class Controller:
         if state.plan is not self._plan:
             self._follow(sequence, state, self._plan)
         proposer, slot = sequence.proposer, sequence.slot
-        period = state.search_period(self._rarer)
+        period = state.search_period(self._search_price, self._rarer)
         if proposer is not None and self._num_steps // period > state.last_search // period:
             state.last_search = self._num_steps
             self._num_searches += 1
@@ -280,6 +321,7 @@ class Controller:
             if found is not None:
                 state.num_uncopied = 0
                 return found
+            self._learn_gain(state, 0.0)
         state.num_uncopied += 1
         return uncopied(sequence, state)
 
@@ -325,7 +367,8 @@ class Controller:
         if not idle:
             return
         sequence = min(idle, key=lambda s: self._states[s].last_probe)
-        cost = self._probe_cost = self.costs.draft_ms((1,), float(len(sequence.tokens)))
+        cost = self.costs.draft_ms((1,), float(len(sequence.tokens))) + self._catch_up_ms(sequence)
+        self._probe_cost = cost
         self._probe_ms = min(self._probe_ms, 2 * INITIAL_PROBES * cost)
         if self._probe_ms >= cost:
             self._states[sequence].last_probe = self._num_steps

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aquiline.backends.base import Decode, Decoded, StepInput, StepOutput
+from aquiline.config import MAX_DEPTH
 
 MAX_TABLE_ROWS = 256
 """A table has an entry for every number of rows up to this one. Beyond, times continue with the last slope."""
@@ -177,7 +178,8 @@ class StepCosts:
         rows = [1 + decoded.num_drafted for decoded in output.decodes]
         num_rows, num_keys = sum(rows), float(sum(keys))
         key_rows = float(sum(k * r for k, r in zip(keys, rows, strict=True)))
-        draft_ms = self.draft_ms(*passes_of(message.decodes, output.decodes, keys))
+        passes, num_read = passes_of(message.decodes, output.decodes, keys)
+        draft_ms = self.draft_ms(passes, num_read)
         expected = self.verify(num_rows, num_keys, key_rows) + draft_ms + self.host_ms
         if output.seconds is None:
             return expected, None
@@ -186,7 +188,8 @@ class StepCosts:
         measured = verify_ms + drafting_ms + self.host_ms
         if not message.admits:  # admissions take time of their own
             self.learn_verify(num_rows, num_keys, key_rows, verify_ms)
-            if draft_ms > 0.0 and not message.extends:
+            num_caught_up = output.num_draft_rows - sum(passes)  # a sequence that begins to draft has much to catch up
+            if draft_ms > 0.0 and not message.extends and num_caught_up <= MAX_DEPTH * len(output.decodes):
                 self.learn_draft(draft_ms, drafting_ms)
         return expected, measured
 

@@ -1,0 +1,186 @@
+"""The learner: what a generation reads, that it learns, who judges it, and what a kill or a full disk leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.disk import full_after
+from tests.train.learning import serve, told, weights, write_pair, write_store
+
+from aquiline.config import PairConfig
+from aquiline.engine.learning.store import LearningStore, Served, ServingState
+from aquiline.engine.learning.upkeep import forget_learnt
+from aquiline.engine.model import ResolvedPair
+from aquiline.errors import CheckpointError
+from aquiline.train.learner import generation, lesson
+from aquiline.train.learner.generation import Learner, paired_interval
+from aquiline.train.learner.lesson import read_lesson
+from aquiline.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> PairConfig:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def served(pair: PairConfig) -> list[Served]:
+    return serve(pair, 120)
+
+
+@pytest.fixture
+def store(pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearningStore:
+    """Served by a draft that has learnt nothing, and learns fast."""
+    monkeypatch.setattr(generation, "RATE_SHARE", 10.0)
+    return write_store(tmp_path / "learnt", pair, served)
+
+
+def learner(store: LearningStore, pair: PairConfig) -> Learner:
+    return Learner(store, ResolvedPair.of(pair))
+
+
+def request(at: int, num_answered: int = 40) -> Served:
+    return Served([at] * (10 + num_answered), 10, [12], 0.0)
+
+
+def test_the_newest_requests_judge_and_old_ones_fall_out(pair: PairConfig, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "few", pair, [request(at, 1) for at in range(5)])
+    assert not read_lesson(store, (0, 0)).is_enough and not read_lesson(store, (0, 0)).held_out
+    requests = [request(at) for at in range(2000)]
+    store = write_store(tmp_path / "many", pair, requests)
+    found = read_lesson(store, (0, 0))
+    num = lesson.WINDOW_TOKENS // 40
+    assert found.is_enough and found.num_new == 2000 * 40
+    assert [*found.train, *found.held_out] == requests[-num:] and len(found.held_out) == lesson.MOST_TEXTS
+    again = read_lesson(store, found.last)
+    assert again.num_new == 0 and not again.is_enough and again.train == found.train
+    later = write_store(tmp_path / "many", pair, [request(at) for at in range(2000, 2110)])
+    assert read_lesson(later, found.last).num_new == 110 * 40 and read_lesson(later, found.last).is_enough
+
+
+def test_an_interval_is_that_of_paired_texts() -> None:
+    before = np.linspace(20, 60, 40)
+    assert paired_interval(before, before) == (1.0, 1.0)
+    assert paired_interval(before, before / 1.25) == pytest.approx((1.25, 1.25)), "texts differ, their ratios do not"
+    noise = np.random.default_rng(1).normal(1, 0.2, 40)
+    low, high = paired_interval(before, before / noise)
+    assert low < before.sum() / (before / noise).sum() < high and high - low > 0.05
+
+
+@pytest.mark.rare
+def test_a_generation_learns_and_keeps_what_features_were_fused_with(
+    store: LearningStore, pair: PairConfig, served: list[Served]
+) -> None:
+    assert any(each.rejected for each in served)
+    found = learner(store, pair).learn(read_lesson(store, (0, 0)))
+    assert found is not None and found.accepted and (found.generation, found.parent) == (1, 0)
+    assert found.tau_after > 1.05 * found.tau_before and found.interval[0] > 1 and found.old_after > found.old_before
+    assert found.tokens == 120 * 48 and store.generations() == [found] and store.has_weights(1)
+    shipped, learnt = (load_file(place / "model.safetensors") for place in (Path(str(pair.draft)), store.checkpoint(1)))
+    moved = {name for name in learnt if not torch.equal(shipped[name].bfloat16(), learnt[name].bfloat16())}
+    assert "fc.weight" not in moved and "d2t" not in moved and "lm_head.weight" in moved and len(moved) > 5
+    assert not (store.folder / "work").exists() and told(store) == {"last": [1, 119]}
+
+    store.write_state(ServingState(1))
+    second = learner(store, pair).learn(read_lesson(store, (0, 0)))
+    assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after)
+    assert second.old_before == found.old_before, "the shipped draft's, so that losses do not add up"
+
+
+@pytest.mark.rare
+def test_of_a_refused_draft_the_figures_stay(
+    store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEPT_OF_OLD", 9.0)
+    found = learner(store, pair).learn(read_lesson(store, (0, 0)))
+    assert found is not None and found.interval[0] > 1 and not found.accepted
+    assert store.generations() == [found] and [file.name for file in store.checkpoint(1).iterdir()] == ["learning.json"]
+
+
+@pytest.mark.rare
+def test_the_weights_of_old_generations_go_but_not_those_that_serve(
+    store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "NUM_KEPT", 1)
+    monkeypatch.setattr(generation, "STEPS", 12)
+    own = learner(store, pair)
+    for number in (1, 2, 3):
+        found = own.learn(read_lesson(store, (0, 0)))
+        assert found is not None and found.accepted and found.generation == number
+        store.write_state(ServingState(min(2, number)))
+    assert [store.has_weights(number) for number in (1, 2, 3)] == [True, True, True], (
+        "1 is the parent of 2, which serves"
+    )
+    store.write_state(ServingState(3))
+    assert own.learn(read_lesson(store, (0, 0))) is not None
+    assert [store.has_weights(number) for number in (1, 2, 3)] == [False, True, True]
+    assert len(store.generations()) == 4
+
+
+@pytest.mark.rare
+def test_what_is_forgotten_meanwhile_teaches_nobody(
+    store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Learner._judge
+
+    def forgotten(self: Learner, attempt: generation.Attempt, trainer: Trainer) -> object:
+        found = judge(self, attempt, trainer)
+        forget_learnt(store, is_everything=True)
+        return found
+
+    monkeypatch.setattr(Learner, "_judge", forgotten)
+    assert learner(store, pair).learn(read_lesson(store, (0, 0))) is None
+    assert store.generations() == [] and store.segments() == [] and told(store) is None
+
+
+@pytest.mark.rare
+def test_a_draft_that_no_longer_serves_is_not_trained_on(store: LearningStore, pair: PairConfig) -> None:
+    own = learner(store, pair)
+    read = read_lesson(store, (0, 0))
+    begun = own._begin(read)
+    assert own._begun() == begun
+    store.write_state(ServingState(7))
+    assert own._begun() is None
+
+
+@pytest.mark.rare
+def test_a_full_disk_is_named_and_leaves_everything_else(store: LearningStore, pair: PairConfig) -> None:
+    before = {file.name: file.read_bytes() for file in store.segments()}
+    own = learner(store, pair)
+    with full_after(60_000), pytest.raises((OSError, CheckpointError), match=r"learnt/work/.*(cannot be written|full)"):
+        own.learn(read_lesson(store, (0, 0)))
+    assert {file.name: file.read_bytes() for file in store.segments()} == before and store.generations() == []
+    found = own.learn(read_lesson(store, (0, 0)))
+    assert found is not None and found.generation == 1
+
+
+@pytest.mark.rare
+def test_a_process_that_is_killed_goes_on_where_it_was(store: LearningStore, pair: PairConfig, tmp_path: Path) -> None:
+    """SIGKILL between a checkpoint of the run and its end; the next process makes the bits of an unbroken one."""
+    whole = LearningStore(shutil.copytree(store.folder, tmp_path / "whole"))
+    for each, is_killed in ((whole, False), (store, True)):
+        command = [sys.executable, str(Path(__file__).with_name("learner_process.py")), str(each.folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        for must_die in [True, False] if is_killed else [False]:
+            with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+                run = each.folder / "work" / "run"
+                while must_die and not [step for step in run.glob("step-*") if step.name != "step-0000000"]:
+                    assert process.poll() is None, process.stderr and process.stderr.read()
+                    time.sleep(0.002)
+                while not must_die and told(each) is None:
+                    assert process.poll() is None, process.stderr and process.stderr.read()
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGKILL)
+            assert each.generations() == [] if must_die else len(each.generations()) == 1
+    assert whole.generations() == store.generations() and whole.has_weights(1)
+    assert weights(whole.checkpoint(1)) == weights(store.checkpoint(1))
