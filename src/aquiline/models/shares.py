@@ -132,8 +132,8 @@ def _problems(name: str, ranks: int, model: ModelWeights) -> Iterator[str]:
     heads, keys = config.num_heads, config.num_kv_heads
     if keys % ranks and (ranks % keys or heads % ranks):
         yield (
-            f"the {name} has num_key_value_heads={keys} and num_attention_heads={heads}: the first must be a multiple "
-            "of the ranks, or the ranks a multiple of it and the second one of the ranks"
+            f"the {name} has num_key_value_heads={keys} and num_attention_heads={heads}: ranks must divide the first, "
+            "or be a multiple of it and divide the second"
         )
     vocabulary = ("vocab_size", config.vocab_size, OUTPUTS), ("tokens in its head", model.head[0].shape[0], OUTPUTS)
     inner = "intermediate_size", config.intermediate_size, ACTIVATIONS

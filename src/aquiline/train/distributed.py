@@ -146,7 +146,8 @@ def join(parallel: str | None) -> World:
                 "`torchrun --nproc-per-node N --no-python aquiline train ...`, or drop the option"
             )
         return alone()
-    size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    size = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if parallel == "hsdp" and size % per_node:
         raise ValueError(f"parallel='hsdp': {size} ranks are no whole nodes of {per_node}; use 'fsdp', or equal nodes")
     device, backend = "cpu", "gloo"
