@@ -116,6 +116,14 @@ class Weight:
 
         return Weight(self.kind, (sum(rows.stop - rows.start for rows in parts), self.shape[1]), read)
 
+    def of_inputs(self, own: slice) -> Weight:
+        """The weight that has these inputs alone, whole blocks of them; all inputs are read."""
+        inputs, size = block_size(self.kind)
+        assert own.start % inputs == own.stop % inputs == 0, (self.kind, own)
+        at = slice(own.start // inputs, own.stop // inputs)
+        columns = slice(at.start * size, at.stop * size) if self.is_blocks else at
+        return Weight(self.kind, (self.shape[0], own.stop - own.start), lambda: self.values[:, columns].copy())
+
     def dequantised(self) -> Array:
         """The float32 weight [N, K] that is meant; for blocks, as gguf-py computes it."""
         if not self.is_blocks:

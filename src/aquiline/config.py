@@ -69,6 +69,10 @@ DraftFormat = Literal["safeailab", "specforge", "speculators", "nvidia", "aquili
 """Formats of drafts, as models/producers.py has them."""
 
 
+ParallelMode = Literal["gather", "reduce"]
+"""What ranks exchange: all outputs, or the sums of parts of them (models/shares.py)."""
+
+
 @dataclass(frozen=True)
 class ConvertConfig:
     """Which format a draft is written in, and whether it may replace what is there."""
@@ -120,12 +124,16 @@ class PairConfig:
         "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; or a CUDA device of torch.",
         MODEL,
     )  # fmt: skip
-    tensor_parallel_size: int = setting(
-        1, "Processes that share the models, a rank each, with --device torch. The text is that of one.", MODEL
-    )
+    tensor_parallel_size: int = setting(1, "Processes that share the models, a rank each, with --device torch.", MODEL)
+    parallel_mode: ParallelMode = setting(
+        "gather", "What ranks exchange. gather: outputs, and the text is that of one; reduce: sums of parts, in fewer "
+        "bytes and another order.", MODEL,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self.tensor_parallel_size >= 1, "tensor_parallel_size", self.tensor_parallel_size, "must be at least 1")
+        modes = get_args(ParallelMode)
+        check(self.parallel_mode in modes, "parallel_mode", self.parallel_mode, f"must be one of {', '.join(modes)}")
         if self.target is None and self.draft is not None:
             raise ValueError(f"draft={self.draft!r}: needs --target; the pair that runs without one has its own draft")
 

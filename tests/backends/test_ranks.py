@@ -221,6 +221,54 @@ def test_every_family_gives_the_bits_of_one_rank(family: Family, num_ranks: int)
         assert found == whole
 
 
+def test_products_of_fewer_rows_may_have_other_bits() -> None:
+    """Why ranks with copies of a key head compute all its queries. If this ever fails, they need not."""
+    torch.set_num_threads(1)
+    queries = [gaussian(1, 1, 3 * n, 16, seed=n) for n in ROWS]
+    keys = [gaussian(1, 1, num, 16, seed=num) for num in (5, 17, 100)]
+    assert not all(
+        torch.equal((q @ k.mT)[..., ::3, :], q[..., ::3, :].contiguous() @ k.mT) for q in queries for k in keys
+    )
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "num_ranks"), [("llama", 1, 2), ("llama", 1, 3), ("gpt_oss", 1, 2), ("qwen3", 2, 4)]
+)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_ranks_that_copy_key_heads_give_the_bits_of_one(
+    tmp_path: Path, name: str, kv_heads: int, num_ranks: int, kv_dtype: str
+) -> None:
+    """A query on each rank, which would be a product of one row. gpt-oss has sinks, one a head of queries."""
+    heads = {"num_attention_heads": num_ranks, "num_key_value_heads": kv_heads, "intermediate_size": 128}
+    write_target(tmp_path / "target", name, hidden_size=96, **heads)
+    config = read_model_config(tmp_path / "target")
+    write_draft(tmp_path / "draft", config, draft_vocab_size=64, **heads)
+    target = read_target(tmp_path / "target", dtype="float32", capture=(0, 1, 2))
+    draft = read_draft_weights(tmp_path / "draft", target, capture=(0, 1, 2))
+    torch.set_num_threads(1)
+    whole = steps(TorchPair(target, draft, "float32", kv_dtype))
+    for found in on_ranks(num_ranks, lambda ranks: steps(TorchPair(target, draft, "float32", kv_dtype, ranks=ranks))):
+        assert found == whole
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_over_ranks_are_the_same_on_all_and_near_those_of_one(family: Family, num_ranks: int) -> None:
+    """Every draw of every rank is the same: rank 0 alone is read. The bits of one rank would be chance."""
+    torch.set_num_threads(1)
+
+    def work(ranks: LinkedRanks) -> list[Any]:
+        return steps(TorchPair(family.target, family.draft, "float32", ranks=ranks))
+
+    whole = steps(TorchPair(family.target, family.draft, "float32"))
+    first, *others = on_ranks(num_ranks, work, mode="reduce")
+    assert all(found == first for found in others)
+    near, exact = ([np.frombuffer(part, np.float32) for part in found[-1][:2]] for found in (first, whole))
+    for a, b in zip(near, exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+        assert not np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_rounded_linears_are_those_of_one_rank(dtype: str) -> None:
     target, draft = weights_of(*tiny_pair(config=SIX, draft=dataclasses.replace(TINY_DRAFT, model=SIX.draft_layer)))

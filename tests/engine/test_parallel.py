@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_draft, write_target
 from tests.conftest import engine_config, needs_native
 
-from aquiline.backends.torch.parallel import ParallelPair
-from aquiline.config import EngineConfig, Environment, SamplingParams
+from aquiline.backends.torch.parallel import ParallelPair, refuse_device
+from aquiline.config import EngineConfig, Environment, PairConfig, ParallelMode, SamplingParams
 from aquiline.engine.llm import LLM, Result
-from aquiline.engine.model import LoadedModels, Loading, load_models
+from aquiline.engine.model import LoadedModels, Loading, ResolvedPair, load_models
 from aquiline.errors import RankError
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.load import read_model_config
@@ -68,9 +68,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
-def load(pair: Path, num_ranks: int, dtype: str = "float32") -> LoadedModels:
+def load(pair: Path, num_ranks: int, dtype: str = "float32", mode: ParallelMode = "gather") -> LoadedModels:
     overrides = DraftOverrides(capture=(0, 1, 2))
-    how = Loading(dtype, device="torch", tensor_parallel_size=num_ranks, overrides=overrides)
+    how = Loading(dtype, device="torch", tensor_parallel_size=num_ranks, parallel_mode=mode, overrides=overrides)
     return load_models(pair / "target", pair / "draft", how, Environment.read())
 
 
@@ -135,7 +135,7 @@ def test_ranks_give_the_texts_and_the_bits_of_one(pair: Path, alone: dict[str, A
     assert drafted["plain"] == 0 and drafted["chain"] > 0 and drafted["lookup"] > 0
 
 
-def test_three_ranks_share_three_key_heads_and_two_cannot(tmp_path: Path) -> None:
+def test_two_ranks_cannot_share_three_key_heads(tmp_path: Path) -> None:
     """The geometry of SmolLM2: nine heads of queries, three of keys."""
     place = write_pair(tmp_path, kv_heads=3, heads=9)
     with pytest.raises(
@@ -143,13 +143,60 @@ def test_three_ranks_share_three_key_heads_and_two_cannot(tmp_path: Path) -> Non
     ):
         load(place, 2)
     assert children() == []
-    texts = []
+
+
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_three_ranks_share_three_key_heads_or_copy_one(tmp_path: Path, kv_heads: int) -> None:
+    place, texts = write_pair(tmp_path, kv_heads, heads=9), []
     for num_ranks in (1, 3):
         models = load(place, num_ranks, "bfloat16")
         with LLM.from_models(models, engine_config()) as llm:
             texts.append(facts(llm.run(PROMPTS, list(SAMPLINGS.values()), drafting=Chain(3))))
         models.pair.close()
     assert texts[0] == texts[1]
+
+
+def test_sums_over_ranks_are_asked_for_by_name_and_results_say_so(pair: Path) -> None:
+    """Texts may differ from those of one rank, their first log-probabilities hardly."""
+    found, asked = [], replace(SAMPLINGS["logprobs"], temperature=0.0, prompt_logprobs=None)
+    for num_ranks in (1, 2):
+        models = load(pair, num_ranks, mode="reduce")
+        with LLM.from_models(models, engine_config()) as llm:
+            outputs = [run.outputs[0] for run in (llm.run([p], asked, drafting=Chain(3)) for p in PROMPTS)]
+        models.pair.close()
+        found.append([output.logprobs[0].top for output in outputs if output.logprobs])
+        assert all(len(output.token_ids) == 16 for output in outputs)
+    assert (models.system()["ranks"], models.system()["parallel_mode"]) == (2, "reduce")
+    exact, near = found
+    assert len(near) == len(exact) == len(PROMPTS) and near != exact
+    for a, b in zip(near, exact, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(pair: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="parallel_mode='sum': must be one of gather, reduce"):
+        PairConfig(parallel_mode="sum")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="parallel_mode='reduce': splits the inputs that a scale of dtype='int8' is of"
+    ):
+        load(pair, 2, "int8", "reduce")
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(
+            ValueError, match=f"tensor_parallel_size=99, device='{device}': ranks run on CPUs .* GPUs here"
+        ):
+            refuse_device(99, device)
+    assert children() == []
+    load(pair, 1, mode="reduce")
+    assert "parallel_mode='reduce' has no effect: one rank" in caplog.text
+
+
+def test_sums_over_ranks_are_part_of_what_results_depend_on(pair: Path) -> None:
+    config = PairConfig(str(pair / "target"), device="torch", tensor_parallel_size=2)
+    gathered, summed = (
+        ResolvedPair.of(each).identity(NoDraft()) for each in (config, replace(config, parallel_mode="reduce"))
+    )
+    assert summed == gathered | {"parallel_mode": "reduce", "ranks": "2"}
+    assert gathered == ResolvedPair.of(replace(config, tensor_parallel_size=1)).identity(NoDraft())
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_draft, write_target
 from tests.conftest import TINY, tiny_pair, weights_of
 
-from aquiline.blocks import floats_of
+from aquiline.blocks import MXFP4, floats_of, in_memory
+from aquiline.config import ParallelMode
 from aquiline.errors import CheckpointError
+from aquiline.models.files import COLUMNS
 from aquiline.models.formats import read_draft_weights
 from aquiline.models.load import read_model_config, read_target, target_entries
 from aquiline.models.model_weights import ModelWeights
@@ -69,6 +72,46 @@ def test_the_rows_of_all_ranks_are_those_of_the_file(tmp_path: Path, num_ranks: 
     assert split == named | {"o_bias"} and owned[1].config.num_kv_heads == 6 // num_ranks
 
 
+@pytest.mark.parametrize("mode", get_args(ParallelMode))
+def test_ranks_beyond_the_key_heads_copy_them(mode: ParallelMode) -> None:
+    """Two key heads, each of six queries: on four ranks two have each, and outputs of attention are still split."""
+    config = dataclasses.replace(TINY, num_heads=12, num_kv_heads=2)
+    whole = weights_of(*tiny_pair(config=config))[0]
+    qkv, Dh = floats_of(whole.layers[0].attention.qkv), config.head_dim
+    for rank in range(4):
+        own = Share(rank, 4, mode).target(whole)
+        first, queries = (6 * (rank // 2), 6) if mode == "gather" else (3 * rank, 3)
+        rows = [*range(first * Dh, (first + queries) * Dh)]
+        for start in (12, 14):
+            rows += range((start + rank // 2) * Dh, (start + rank // 2 + 1) * Dh)
+        assert np.array_equal(floats_of(own.layers[0].attention.qkv), qkv[rows])
+        assert (own.config.num_heads, own.config.num_kv_heads) == (queries, 1)
+    refuse_ranks(4, dataclasses.replace(whole, config=dataclasses.replace(config, intermediate_size=128)), None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_have_every_input_and_every_bias_once(tmp_path: Path, num_ranks: int) -> None:
+    whole = target_of(tmp_path)
+    owned = [Share(rank, num_ranks, "reduce").target(whole).layers[1] for rank in range(num_ranks)]
+    layer = whole.layers[1]
+    for own, of_all in (
+        ([each.attention.o for each in owned], layer.attention.o), ([each.mlp.down for each in owned], layer.mlp.down),
+    ):  # fmt: skip
+        assert np.array_equal(np.concatenate([floats_of(each) for each in own], 1), floats_of(of_all))
+    biases = [each.attention.o_bias for each in owned]
+    assert np.array_equal(np.sum(biases, 0), layer.attention.o_bias) and not np.any(biases[1:])
+    columns = [entry for entry in target_entries(whole.config) if entry.shard == COLUMNS]
+    assert {entry.target.rpartition(".")[2] for entry in columns} == {"o", "down"}
+
+
+def test_blocks_are_split_by_whole_blocks() -> None:
+    blocks = np.random.default_rng(0).integers(100, 140, (3, 4 * 17)).astype(np.uint8)
+    weight = in_memory(blocks, MXFP4)
+    values = weight.dequantised()
+    parts = [weight.of_inputs(slice(first, end)).dequantised() for first, end in ((0, 32), (32, 128))]
+    assert np.array_equal(np.concatenate(parts, 1), values) and np.ptp(values) > 0
+
+
 def test_a_shared_embedding_stays_shared(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", tied=True)
     write_draft(
@@ -100,9 +143,11 @@ def test_ranks_that_cannot_share_are_refused_by_name() -> None:
     target, draft = weights_of(*tiny_pair())
     refuse_ranks(2, target, draft)
     with pytest.raises(
-        ValueError, match=r"tensor_parallel_size=4: the target has num_key_value_heads=2.*the draft has"
+        ValueError, match=r"tensor_parallel_size=3: the target has num_key_value_heads=2.*the draft has"
     ):
-        refuse_ranks(4, target, draft)
+        refuse_ranks(3, target, draft)
+    with pytest.raises(ValueError, match=r"=8: the target has num_key_value_heads=2 and num_attention_heads=4"):
+        refuse_ranks(8, target, None)
     small = dataclasses.replace(TINY, intermediate_size=48)
     with pytest.raises(ValueError, match="intermediate_size=48, and each rank takes at least 32; use fewer ranks"):
         refuse_ranks(2, dataclasses.replace(target, config=small), None)

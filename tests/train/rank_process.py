@@ -17,7 +17,7 @@ from train_process import read
 
 from aquiline.train import distributed
 from aquiline.train.checkpoint import Checkpoints
-from aquiline.train.distributed import World, gathered, join
+from aquiline.train.distributed import World, gathered, join, local
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.train_config import TrainConfig
@@ -25,8 +25,12 @@ from aquiline.train.trainer import Trainer
 
 
 def first_gradients(config: TrainConfig, world: World) -> dict[str, torch.Tensor]:
-    """Clipped gradients of the first step, by name."""
+    """Clipped gradients of the first step, by name. All ranks have every weight as often as there are copies."""
     trainer = Trainer(config, world, None, Silent(), Clock())
+    own, whole = (
+        sum(each.numel() for each in of) for of in (map(local, trainer.weights.trained), trainer.weights.trained)
+    )
+    assert world.sum([own]) == [whole * world.size / world.num_parts]
     trainer._gradients()
     grads = {name: p.grad for name, p in trainer.weights.named.items()}
     return {name: gathered(g) for name, g in grads.items() if g is not None}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,25 +63,33 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_compute_what_one_does(
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+def test_ranks_compute_what_one_does(
     config: TrainConfig, alone: dict[str, dict[str, torch.Tensor]], parallel: str
 ) -> None:
-    """Gradients of a step, and weights, optimizer state and average after four with a resume in their middle."""
+    """Gradients of a step, and weights, optimizer state and average after four with a resume in their middle: two ranks
+    of one node, or with hsdp of each of two nodes."""
     run = replace(config, out=config.out / parallel, parallel=parallel, eval_every=100)
     file, gradients = config.out / f"{parallel}.json", config.out / f"{parallel}.pt"
     file.write_text(json.dumps(asdict(run), default=str))
     here = str(Path(__file__).parent)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, f"{here}/rank_process.py", str(file), str(gradients)], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "AQUILINE_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    num_nodes = 2 if parallel == "hsdp" else 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free.getsockname()[1]} --local-addr=127.0.0.1"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_nodes}", "--nproc-per-node=2"]
+    nodes = [
+        subprocess.Popen(
+            [*command, *meeting.split(), f"{here}/rank_process.py", str(file), str(gradients)], stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "AQUILINE_THREADS": "1"},
+        ) for _ in range(num_nodes)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=400)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0] * num_nodes, "".join(said)[-4000:]
     close(torch.load(gradients, weights_only=True), alone["gradients"], 1e-6)
     close(state_of(run.out), alone["weights"], 1e-6)
-    if parallel == "fsdp":  # what two ranks wrote, one goes on with
-        single = replace(config, out=config.out / "single", resume=True, eval_every=100)
+    if parallel != "ddp":  # what several ranks wrote, one goes on with
+        single = replace(config, out=config.out / f"single of {parallel}", resume=True, eval_every=100)
         shutil.copytree(run.out / "step-0000002", single.out / "step-0000002")
         train(single, quiet=True)
         close(state_of(single.out), alone["weights"], 1e-6)
@@ -96,6 +105,11 @@ def test_rows_are_shared_without_loss() -> None:
 def test_parallel_needs_torchrun() -> None:
     with pytest.raises(ValueError, match=r"parallel=.fsdp.: needs several processes.*torchrun"):
         join("fsdp")
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}.items():
+            patched.setenv(name, value)
+        with pytest.raises(ValueError, match="parallel='hsdp': 5 ranks are no whole nodes of 2; use 'fsdp'"):
+            join("hsdp")
     base = TrainConfig(Path("t"), (Path("d"),), Path("o"), batch_size=3)
     with pytest.raises(ValueError, match="batch_size=3: gives 4 ranks"):
         Trainer(base, World(0, 4), None, Silent(), Clock())

@@ -141,6 +141,8 @@ def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
     assert "no step was measured. At most 500 tokens/s, so at least 2.0 h for 3,600,000" in told.bound_line(rate)
     assert "IT WILL NOT FIT" in told.lines(keep=2, free=10**6)[0]
     halves = estimate(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
+    of_nodes = estimate(config, target_shape(config), World(0, 4, "cpu", "hsdp", per_node=2))
+    assert of_nodes.memory_bytes["draft and optimizer"] == halves.memory_bytes["draft and optimizer"]
     assert halves.memory_bytes["draft and optimizer"] < told.memory_bytes["draft and optimizer"]
     assert estimate(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
 

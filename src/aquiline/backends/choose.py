@@ -13,9 +13,10 @@ from aquiline.backends.cpu.native_pair import (
     resolve_arithmetic,
     resolve_kv_dtype,
 )
-from aquiline.config import Environment
+from aquiline.config import Environment, ParallelMode
 from aquiline.errors import NativeError
 from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.models.shares import Share
 
 logger = logging.getLogger(__name__)
 LoadPair = Callable[[], tuple[ModelWeights, DraftWeights | None]]
@@ -40,15 +41,18 @@ def path_of(device: str, arithmetic: str, kv_dtype: str, dtype: str, environment
 def new_pair(
     target: ModelWeights, draft: DraftWeights | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
     environment: Environment, draft_dtype: str | None = None, num_ranks: int = 1, load: LoadPair | None = None,
+    mode: ParallelMode = "gather",
 ) -> Pair:  # fmt: skip
     """Pack weights for the native library where it can run on this device, else for torch. draft_dtype: dtype. load:
-    finds the weights again in the processes of num_ranks ranks.
+    finds the weights again in the processes of num_ranks ranks. mode: what these exchange.
 
     Raises ValueError for settings that the backend does not have, NativeError where there is neither the native library
     nor torch."""
     reason = missing_reason(environment) if device == "cpu" else f"device={device!r}"
     if num_ranks > 1:
-        refuse_parallel(num_ranks, reason is None, device)
+        refuse_parallel(num_ranks, mode, reason is None, {dtype, draft_dtype})
+    elif mode != "gather":
+        logger.warning("parallel_mode=%r has no effect: one rank has nothing to exchange", mode)
     if reason is None:
         configure(environment)
         return CpuPair(target, draft, dtype, arithmetic, kv_dtype, draft_dtype)
@@ -78,12 +82,16 @@ def new_pair(
             f"tensor_parallel_size={num_ranks}: every rank reads a checkpoint, and these weights have none"
         )
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "draft_dtype": draft_dtype}
-    return ParallelPair(num_ranks, load, target, draft, settings)
+    shares = [Share(rank, num_ranks, mode) for rank in range(num_ranks)]
+    return ParallelPair(shares, load, target, draft, settings)
 
 
-def refuse_parallel(num_ranks: int, is_native: bool, device: str) -> None:
-    """Raises ValueError where several ranks cannot share a pair: in the native library, and on GPUs."""
+def refuse_parallel(num_ranks: int, mode: ParallelMode, is_native: bool, dtypes: set[str | None]) -> None:
+    """Raises ValueError where several ranks cannot share a pair: in the native library, and by the inputs of linears
+    whose scales are those of all inputs."""
     if is_native:
         raise ValueError(f"tensor_parallel_size={num_ranks}: the native library runs on one rank; use device='torch'")
-    if device not in ("cpu", "torch"):
-        raise ValueError(f"tensor_parallel_size={num_ranks}: ranks run on CPUs, not device={device!r}; use 'torch'")
+    if mode == "reduce" and "int8" in dtypes:
+        raise ValueError(
+            "parallel_mode='reduce': splits the inputs that a scale of dtype='int8' is of; use 'gather', or 'bfloat16'"
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aquiline.config import EngineConfig, Environment, PairConfig, SamplingParams
+from aquiline.config import EngineConfig, Environment, PairConfig, ParallelMode, SamplingParams
 from aquiline.engine.encode import Conversations, encode_chats, encode_prediction, encode_prompt, ending_with
 from aquiline.engine.engine import Engine
 from aquiline.engine.model import LoadedModels, Loading, ResolvedPair
@@ -109,11 +109,14 @@ class LLM:
         capture: tuple[int, ...] | None = None,
         norm_feedback: bool | None = None,
         tensor_parallel_size: int = 1,
+        parallel_mode: ParallelMode = "gather",
     ) -> None:
         pair, is_plain = checkpoints(target, draft), drafting is not None and not drafting.needs_draft_model
         config = engine or EngineConfig()
         overrides = DraftOverrides(capture, norm_feedback)
-        how = Loading(dtype, arithmetic, kv_dtype, device, overrides, draft_dtype, tensor_parallel_size)
+        how = Loading(
+            dtype, arithmetic, kv_dtype, device, overrides, draft_dtype, tensor_parallel_size, parallel_mode
+        )  # fmt: skip
         resolved = ResolvedPair.find(pair.target, draft if is_plain else pair.draft, how, Environment.read())
         self._start(resolved.load(), config, drafting)
         self._owns_models = True

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from aquiline.backends.base import Pair
 from aquiline.backends.choose import LoadPair, new_pair, path_of, runs_natively
 from aquiline.blocks import PACKED
-from aquiline.config import Environment, PairConfig, SamplingParams
+from aquiline.config import Environment, PairConfig, ParallelMode, SamplingParams
 from aquiline.engine.grammar import Grammars
 from aquiline.models.draft_config import NO_OVERRIDES, DraftOverrides, read_draft, read_draft_config
 from aquiline.models.families import has_blocks
@@ -47,6 +47,7 @@ class Loading:
     overrides: DraftOverrides = NO_OVERRIDES
     draft_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    parallel_mode: ParallelMode = "gather"
 
     @property
     def settled(self) -> Loading:
@@ -204,7 +205,7 @@ class ResolvedPair:
         named, overrides = checkpoints(pair.target, pair.draft), DraftOverrides(pair.capture, pair.norm_feedback)
         asked = Loading(
             pair.dtype, pair.arithmetic, pair.kv_dtype, pair.device, overrides, pair.draft_dtype,
-            pair.tensor_parallel_size,
+            pair.tensor_parallel_size, pair.parallel_mode,
         )  # fmt: skip
         draft = named.draft if drafting is None or drafting.needs_draft_model else None
         return cls.find(named.target, draft, asked, Environment.read())
@@ -217,6 +218,8 @@ class ResolvedPair:
         checkpoint that cannot be read, ValueError for settings that this machine does not have."""
         dtype, overrides = self.how.dtype, self.asked.overrides
         path = path_of(self.asked.device, self.asked.arithmetic, self.asked.kv_dtype, dtype, self.environment)
+        if self.asked.parallel_mode == "reduce":
+            path |= {"parallel_mode": "reduce", "ranks": str(self.asked.tensor_parallel_size)}
         draft: object = None
         if drafting.needs_draft_model and self.draft is not None:
             config = read_draft_config(
@@ -321,7 +324,7 @@ def from_weights(
     draft_dtype = None if draft is None else how.draft_dtype
     pair = new_pair(
         target, draft, how.dtype, how.arithmetic, how.kv_dtype, how.device, environment, draft_dtype,
-        how.tensor_parallel_size, load,
+        how.tensor_parallel_size, load, how.parallel_mode,
     )  # fmt: skip
     return LoadedModels(pair, tokenizer, storage_of(target, how.dtype), stored_bytes(target, draft, how), draft_dtype)
 

@@ -1,7 +1,8 @@
 """What each of several ranks holds of a pair: heads of attentions, outputs of linears, tokens of vocabularies.
 
-Every output is computed whole on one rank, over all inputs. It is therefore the sum that one rank alone computes, bit
-for bit. Splitting by inputs would need sums over ranks, whose order is another.
+In the mode "gather" every output is computed whole on one rank, over all inputs. It is therefore the sum that one rank
+alone computes, bit for bit. In the mode "reduce" the linears that end a block, o and down, are split by inputs: each
+rank has a part of every sum, and the parts are added up in another order.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from aquiline.blocks import Array, Parts
+from aquiline.config import ParallelMode
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.model_weights import DraftWeights, LayerWeights, ModelWeights
 
@@ -27,6 +29,7 @@ class Share:
 
     rank: int = 0
     ranks: int = 1
+    mode: ParallelMode = "gather"
 
     def part(self, count: int, unit: int = OUTPUTS) -> slice:
         """This rank's of `count` outputs, in units that are not cut; the last rank has what is over."""
@@ -43,10 +46,21 @@ class Share:
         own = [self.part(count, unit) for count in counts]
         return [slice(start + rows.start, start + rows.stop) for start, rows in zip(starts, own, strict=False)]
 
+    def heads(self, config: ModelConfig) -> tuple[slice, slice]:
+        """The heads of queries and of keys that this rank computes. Where there are more ranks than key heads, several
+        have a copy of one. To keep the bits of one rank, each of them then computes all queries of that key head:
+        attention multiplies them together, and products of fewer rows may be added up in another order."""
+        num, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        first = num * self.rank // self.ranks
+        keys = slice(first, max(first + 1, num * (self.rank + 1) // self.ranks))
+        if self.mode == "reduce":
+            return self.part(config.num_heads, 1), keys
+        return slice(keys.start * group, keys.stop * group), keys
+
     def config(self, config: ModelConfig) -> ModelConfig:
         """The geometry of this rank's heads; widths and vocabulary stay those of the model."""
-        heads, kv_heads = config.num_heads // self.ranks, config.num_kv_heads // self.ranks
-        return replace(config, num_heads=heads, num_kv_heads=kv_heads)
+        queries, keys = self.heads(config)
+        return replace(config, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
 
     def target(self, whole: ModelWeights) -> ModelWeights:
         """This rank's weights of a target; linears are read when they are packed, these rows alone."""
@@ -70,19 +84,29 @@ class Share:
 
     def _layer(self, layer: LayerWeights, config: ModelConfig) -> LayerWeights:
         a, m, Dh = layer.attention, layer.mlp, config.head_dim
-        q, kv = config.num_heads * Dh, config.num_kv_heads * Dh
-        heads = self.fused(q, kv, kv, unit=Dh)
+        queries, keys = self.heads(config)
+        below = (0, queries), (config.num_heads, keys), (config.num_heads + config.num_kv_heads, keys)
+        heads = [slice((start + own.start) * Dh, (start + own.stop) * Dh) for start, own in below]
         inner = self.fused(config.intermediate_size, config.intermediate_size, unit=ACTIVATIONS)
-        out = self.fused(config.hidden_size)
+        o, o_bias = self._last(a.o, a.o_bias, self.part(config.num_heads * Dh, Dh))
+        down, down_bias = self._last(m.down, m.down_bias, inner[0])
         attention = replace(
-            a, qkv=owned(a.qkv, heads), o=owned(a.o, out), qkv_bias=outputs_of(a.qkv_bias, heads),
-            o_bias=outputs_of(a.o_bias, out), sinks=outputs_of(a.sinks, [self.part(config.num_heads, 1)]),
+            a, qkv=owned(a.qkv, heads), o=o, qkv_bias=outputs_of(a.qkv_bias, heads), o_bias=o_bias,
+            sinks=outputs_of(a.sinks, [queries]),
         )  # fmt: skip
         mlp = replace(
-            m, gate_up=owned(m.gate_up, inner), down=owned(m.down, out),
-            gate_up_bias=outputs_of(m.gate_up_bias, inner), down_bias=outputs_of(m.down_bias, out),
+            m, gate_up=owned(m.gate_up, inner), down=down, gate_up_bias=outputs_of(m.gate_up_bias, inner),
+            down_bias=down_bias,
         )  # fmt: skip
         return replace(layer, attention=attention, mlp=mlp)
+
+    def _last(self, linear: Parts, bias: Array | None, inputs: slice) -> tuple[Parts, Array | None]:
+        """This rank's of the linear that ends a block, or of each expert's, and of its bias, which sums have once."""
+        if self.mode == "gather":
+            out = [self.part(linear[0].shape[0])]
+            return owned(linear, out), outputs_of(bias, out)
+        own = bias if bias is None or self.rank == 0 else np.zeros_like(bias)
+        return tuple(weight.of_inputs(inputs) for weight in linear), own
 
 
 def owned(parts: Parts, rows: list[slice]) -> Parts:
@@ -105,8 +129,12 @@ def refuse_ranks(ranks: int, target: ModelWeights, draft: DraftWeights | None) -
 
 def _problems(name: str, ranks: int, model: ModelWeights) -> Iterator[str]:
     config = model.config
-    if config.num_kv_heads % ranks:
-        yield f"the {name} has num_key_value_heads={config.num_kv_heads}, which must be a multiple of the ranks"
+    heads, keys = config.num_heads, config.num_kv_heads
+    if keys % ranks and (ranks % keys or heads % ranks):
+        yield (
+            f"the {name} has num_key_value_heads={keys} and num_attention_heads={heads}: ranks must divide the first, "
+            "or be a multiple of it and divide the second"
+        )
     vocabulary = ("vocab_size", config.vocab_size, OUTPUTS), ("tokens in its head", model.head[0].shape[0], OUTPUTS)
     inner = "intermediate_size", config.intermediate_size, ACTIVATIONS
     for field, size, unit in (("hidden_size", config.hidden_size, OUTPUTS), inner, *vocabulary):

@@ -2,8 +2,8 @@
 
 Every rank holds the whole target and scores its own rows with it. Gradients are summed, not averaged, since each rank's
 loss is already divided by the rows of the whole batch. With `ddp` the draft, its master weights and its optimizer state
-are on every rank; with `fsdp` they are split, and gathered for the time of a step. Checkpoints hold whole tensors
-either way, so a run may be resumed with another number of ranks.
+are on every rank; with `fsdp` they are split, and gathered for the time of a step; with `hsdp` each node has them all,
+split over its ranks. Checkpoints hold whole tensors in any case, so a run may be resumed with another number of ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,24 @@ PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class World:
-    """One rank of `size`; `parallel` is "none" where there is a single process outside torchrun."""
+    """One rank of `size`, of which each node has per_node; `parallel` is "none" where there is a single process outside
+    torchrun."""
 
     rank: int = 0
     size: int = 1
     device: str = "cpu"
     parallel: str = "none"
+    per_node: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """The parts that the draft and its optimizer's state are split into."""
+        return {"fsdp": self.size, "hsdp": self.per_node}.get(self.parallel, 1)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks may have a part of the draft alone."""
+        return self.parallel in ("fsdp", "hsdp")
 
     @property
     def is_first(self) -> bool:
@@ -69,21 +81,24 @@ class World:
             tensor.detach().copy_(there)
 
     def shard(self, module: nn.Module, whole: set[nn.Parameter]) -> None:
-        """With fsdp, split the module's parameters over the ranks, `whole` excepted: from now on they are DTensors,
+        """Where the draft is split, split the module's parameters, `whole` excepted: from now on they are DTensors,
         except while its forward and backward run."""
-        if self.parallel != "fsdp":
+        if not self.is_split:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        mesh = init_device_mesh(self.device.partition(":")[0], (self.size,))
+        axes = {"copies": self.size // self.num_parts, "parts": self.num_parts}
+        if self.parallel == "fsdp":
+            del axes["copies"]
+        mesh = init_device_mesh(self.device.partition(":")[0], tuple(axes.values()), mesh_dim_names=tuple(axes))
         fully_shard(module, mesh=mesh, ignored_params=whole)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no operation that scales on the way
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """With ddp, sum every gradient over all ranks, in place. With fsdp, the backward has done it."""
+        """With ddp, sum every gradient over all ranks, in place. Where the draft is split, the backward has done it."""
         if self.parallel != "ddp":
             return
         grads = [p.grad for p in parameters if p.grad is not None]
@@ -105,7 +120,7 @@ class World:
         if self.parallel == "none":
             return
         gc.collect()
-        if self.parallel == "fsdp":
+        if self.is_split:
             from torch.distributed.device_mesh import DeviceMesh
 
             for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
@@ -121,7 +136,8 @@ def alone() -> World:
 def join(parallel: str | None) -> World:
     """The world that torchrun made, or a single process. `parallel` None means ddp under torchrun.
 
-    Raises ValueError if `parallel` is asked for outside torchrun."""
+    Raises ValueError if `parallel` is asked for outside torchrun, and for nodes of unlike size where each is to have a
+    whole draft."""
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not is_launched:
         if parallel is not None:
@@ -130,6 +146,10 @@ def join(parallel: str | None) -> World:
                 "`torchrun --nproc-per-node N --no-python aquiline train ...`, or drop the option"
             )
         return alone()
+    size = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if parallel == "hsdp" and size % per_node:
+        raise ValueError(f"parallel='hsdp': {size} ranks are no whole nodes of {per_node}; use 'fsdp', or equal nodes")
     device, backend = "cpu", "gloo"
     if torch.cuda.is_available():
         device, backend = f"cuda:{os.environ.get('LOCAL_RANK', '0')}", "nccl"
@@ -138,7 +158,7 @@ def join(parallel: str | None) -> World:
     # and the group would never end (see World.leave).
     import_module("torch.distributed.nn.functional")
     dist.init_process_group(backend, timeout=PATIENCE)
-    return World(dist.get_rank(), dist.get_world_size(), device, parallel or "ddp")
+    return World(dist.get_rank(), size, device, parallel or "ddp", per_node)
 
 
 def gathered(tensor: Tensor) -> Tensor:

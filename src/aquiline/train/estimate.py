@@ -137,8 +137,7 @@ def _memory(config: TrainConfig, target: ModelShape, draft: DraftShape, world: W
     weights = round(_decoded(target).stored_bytes + packed)
     kv = round(target.body.kv_bytes_per_token)
     slots = (-(-max(2048, config.context) // PAGE_SIZE) + MAX_DOCUMENTS) * PAGE_SIZE if on_cpu else 0
-    split = world.size if world.parallel == "fsdp" else 1
-    copies = 4 * draft.num_parameters * _copies(config) // split
+    copies = 4 * draft.num_parameters * _copies(config) // world.num_parts
     return {
         "target": weights + 4 * V * H + kv * slots,
         "draft and optimizer": copies + 4 * V * H + 4 * draft.body.head.n * H,

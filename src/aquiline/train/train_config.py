@@ -14,7 +14,7 @@ from aquiline.settings import about, setting
 LOSS_NAMES = ("ce", "kl", "lk", "lk-mix", "agree", "agree-mix")
 """The keys of losses.LOSSES, named here so that the command line need not load torch; so are the next."""
 OPTIMIZER_NAMES = ("adamw", "muon")
-PARALLEL_NAMES = ("ddp", "fsdp")
+PARALLEL_NAMES = ("ddp", "fsdp", "hsdp")
 ATTENTION_NAMES = ("fused", "sdpa", "eager", "flex")
 LOG_NAMES = ("tensorboard", "wandb")
 
@@ -121,7 +121,10 @@ class TrainConfig:
     )
     attention: str = setting("fused", f"Of the passes, the same values: {', '.join(ATTENTION_NAMES)}.", RUN)
     parallel: str | None = setting(
-        None, f"Under torchrun: {' or '.join(PARALLEL_NAMES)} (the draft and its optimizer split over the ranks).", RUN
+        None,
+        "Under torchrun: ddp, or fsdp (the draft and its optimizer split over the ranks), or hsdp (over those of "
+        "each node).",
+        RUN,
     )
 
     def __post_init__(self) -> None:

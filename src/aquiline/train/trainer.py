@@ -203,6 +203,7 @@ class Trainer:
                 p.best_score, p.best_step = judgement.score, p.step
             if p.step == 0:
                 p.start_score = judgement.score
+        self.world.sum([0.0])  # here the others wait for the first rank: all ranks' group has the patience
         folder = self._save(served)
         if judgement is not None:
             if p.best_step == p.step:

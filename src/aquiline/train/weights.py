@@ -179,14 +179,14 @@ class Rounding:
 
 
 class Weights:
-    """A head in training. With fsdp `head` is split over the ranks and must not be used directly any more."""
+    """A head in training. Where it is split over ranks, `head` must not be used directly any more."""
 
     def __init__(
         self, head: DraftHead, objective: Objective, config: TrainConfig, lr: float, scale: Tensor, world: World
     ) -> None:
-        if world.parallel == "fsdp" and config.optimizer == "muon":
+        if world.is_split and config.optimizer == "muon":
             raise ValueError("optimizer='muon': needs whole matrices; take adamw, or parallel='ddp'")
-        if world.parallel == "fsdp" and config.draft_dtype in QUANTISED:
+        if world.is_split and config.draft_dtype in QUANTISED:
             raise ValueError(f"draft_dtype={config.draft_dtype!r}: needs whole matrices; take parallel='ddp'")
         self.head, self.world = head, world
         self.loss = BatchLoss(head, objective)

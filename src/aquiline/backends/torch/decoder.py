@@ -98,7 +98,7 @@ class DecoderLayer(nn.Module):
     """Attention and an MLP around a residual; `in_features` is 2H for the EAGLE-3 draft, which norms its own input.
 
     gate_up and down are stacks [E * 2 I, H] and [E * H, I] where there are E experts, their biases [E, 2 I] and
-    [E, H]. Of several ranks each has the outputs of its share (models/shares.py); config then counts its heads."""
+    [E, H]. Of several ranks each has its share of these (models/shares.py); config then counts its heads."""
 
     def __init__(
         self, config: ModelConfig, index: int, in_features: int | None = None, ranks: Ranks = ALONE
@@ -144,8 +144,8 @@ class DecoderLayer(nn.Module):
         if c.query_pre_attn_scalar not in (None, c.head_dim):  # the caller scales by head_dim
             q = q * (c.attention_scale * c.head_dim**0.5)
         attended = attn.attend(self.index, q, k, v, self.sinks)
-        attended = self.ranks.gather(attended, attended.shape[-1] * self.ranks.share.ranks, c.head_dim)
-        attended = self.ranks.gather(ops.linear(attended, self.o, self.o_bias), c.hidden_size)
+        attended = self.ranks.inputs(attended, self.o.shape[1], c.head_dim)
+        attended = self.ranks.outputs(ops.linear(attended, self.o, self.o_bias), c.hidden_size)
         hidden = residual + self.output(attended, self.attention_out_norm)
         return hidden + self.output(self.mlp(self.norm(hidden, self.post_norm)), self.mlp_out_norm)
 
@@ -159,12 +159,12 @@ class DecoderLayer(nn.Module):
         if experts is not None:
             return self.mixture(x, experts)
         inner = self.activate(ops.linear(x, self.gate_up, self.gate_up_bias))
-        return self.ranks.gather(ops.linear(inner, self.down, self.down_bias), self.config.hidden_size)
+        return self.ranks.outputs(ops.linear(inner, self.down, self.down_bias), self.config.hidden_size)
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        """This model's activation [..., I] of gate and up [..., 2 I], or of this rank's outputs of both."""
+        """This model's activation [..., I] of gate and up [..., 2 I], or what down reads of this rank's of both."""
         own = ops.activate(gate_up, self.config.activation, self.config.activation_limit)
-        return self.ranks.gather(own, self.config.intermediate_size, ACTIVATIONS)
+        return self.ranks.inputs(own, self.config.intermediate_size, ACTIVATIONS)
 
     def mixture(self, x: Tensor, config: Experts) -> Tensor:
         """The weighted sum of the experts that the router chooses for each row of x [..., H], in the router's order."""
@@ -178,7 +178,7 @@ class DecoderLayer(nn.Module):
         total = torch.zeros_like(outputs[:, 0])
         for weight, output in zip(weights.unbind(1), outputs.unbind(1), strict=True):
             total = total + weight[:, None] * output
-        return self.ranks.gather(total, x.shape[-1]).view_as(x)
+        return self.ranks.outputs(total, x.shape[-1]).view_as(x)
 
     def expert(self, x: Tensor, index: int, config: Experts) -> Tensor:
         """One expert's MLP of rows x [R, H]."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import is_nccl_available
 
 from aquiline.backends.base import (
     Backend,
@@ -69,14 +70,13 @@ class RankStart:
 class Team:
     """The processes of the other ranks, by rank, and rank 0's link to them."""
 
-    def __init__(self, num_ranks: int, load: LoadPair, settings: dict[str, Any]) -> None:
-        """Raises RankError if a rank does not start."""
+    def __init__(self, shares: list[Share], load: LoadPair, settings: dict[str, Any]) -> None:
+        """shares: of all ranks. Raises RankError if a rank does not start."""
         self.store, self.error = TCPStore(HOST, 0, is_master=True, wait_for_workers=False), ""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end = weakref.finalize(self, end_processes, self.processes)
         code = "from aquiline.backends.torch.parallel import follow; follow()"
-        for rank in range(1, num_ranks):
-            share = Share(rank, num_ranks)
+        for rank, share in enumerate(shares[1:], 1):
             opening = pickle.dumps(RankStart(share, self.store.port, torch.get_num_threads(), load, settings))
             process = self.processes[rank] = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
             assert process.stdin is not None
@@ -84,7 +84,7 @@ class Team:
                 process.stdin.write(opening)
         self.wait("started")
         with self.together():
-            self.ranks = linked(Share(0, num_ranks), self.store)
+            self.ranks = linked(shares[0], self.store, settings["device"])
 
     def wait(self, what: str) -> None:
         """Wait until every rank has `started` or `loaded`. Raises RankError, and ends all, if one has not in time."""
@@ -158,22 +158,34 @@ def end_processes(processes: dict[int, subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def linked(share: Share, store: TCPStore) -> LinkedRanks:
+def linked(share: Share, store: TCPStore, device: str) -> LinkedRanks:
     """A rank's link to the others, once all are there."""
     idle = timedelta(days=365) if share.rank else timedelta(seconds=LIMIT_S)
-    return LinkedRanks(share, store, timedelta(seconds=LIMIT_S), idle)
+    return LinkedRanks(share, store, timedelta(seconds=LIMIT_S), idle, device)
+
+
+def refuse_device(num_ranks: int, device: str) -> None:
+    """Raises ValueError unless every rank has a device: the CPU, or a GPU of its own, linked by NCCL."""
+    has_nccl, num_gpus = is_nccl_available(), torch.cuda.device_count()
+    if device not in ("cpu", "torch") and (device != "cuda" or num_gpus < num_ranks or not has_nccl):
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}, device={device!r}: ranks run on CPUs with device='torch', or on a GPU "
+            f"each with device='cuda'; torch sees {num_gpus} GPUs here and {'has' if has_nccl else 'lacks'} NCCL"
+        )
 
 
 class ParallelPair(TorchPair):
-    """Rank 0's part of a pair that `num_ranks` processes share. It gives the bits that one rank gives with as many
-    threads."""
+    """Rank 0's part of a pair that several processes share. In the mode "gather" it gives the bits that one rank gives
+    with as many threads, on CPUs. Ranks with a GPU each were never run."""
 
     def __init__(
-        self, num_ranks: int, load: LoadPair, target: ModelWeights, draft: DraftWeights | None, settings: dict[str, Any]
+        self, shares: list[Share], load: LoadPair, target: ModelWeights, draft: DraftWeights | None,
+        settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Raises ValueError for models that so many ranks cannot share, RankError if a rank fails."""
-        refuse_ranks(num_ranks, target, draft)
-        self.team = Team(num_ranks, load, settings)
+        """shares: of all ranks. Raises ValueError for models that they cannot share, RankError if a rank fails."""
+        refuse_device(len(shares), settings["device"])
+        refuse_ranks(len(shares), target, draft)
+        self.team = Team(shares, load, settings)
         try:
             TorchPair.__init__(self, target, draft, **settings, ranks=self.team.ranks)
             self.team.wait("loaded")
@@ -194,7 +206,7 @@ class ParallelPair(TorchPair):
         raise ValueError(f"tensor_parallel_size={num_ranks}: the draft of several ranks cannot be replaced; use 1")
 
     def system(self) -> dict[str, object]:  # noqa: D102
-        return super().system() | {"ranks": 1 + len(self.team.processes), "parallel_mode": "gather"}
+        return super().system() | {"ranks": self.num_ranks, "parallel_mode": self.team.ranks.share.mode}
 
     def close(self) -> None:  # noqa: D102
         self.team.close()
@@ -293,7 +305,7 @@ def follow() -> None:
     store = TCPStore(HOST, opening.port, is_master=False)
     store.set(f"started {rank}", "")
     try:
-        ranks = linked(opening.share, store)
+        ranks = linked(opening.share, store, opening.settings["device"])
         pair = TorchPair(*opening.load(), **opening.settings, ranks=ranks)
         store.set(f"loaded {rank}", "")
         while True:

@@ -1,4 +1,4 @@
-"""Where ranks meet: each computes its share of the outputs, and all gather them. Nothing is reduced.
+"""Where ranks meet: each computes its share of the outputs and all gather them, or each a part of the sums.
 
 `Ranks` alone is one rank that has everything; a model, a draw and a step call it wherever ranks would meet.
 """
@@ -35,6 +35,24 @@ class Ranks:
         every = self.stacked(pad(x, (0, max(sizes) - x.shape[-1])))
         return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], -1)
 
+    def inputs(self, x: Tensor, count: int, unit: int) -> Tensor:
+        """What the linear that ends a block reads: all its inputs [..., count], or in "reduce" this rank's x. x may
+        also have what other ranks compute of the same key head (Share.heads)."""
+        if self.share.ranks == 1 or self.share.mode == "reduce":
+            return x
+        own = self.share.part(count, unit)
+        size = own.stop - own.start
+        first = self.share.rank * size % x.shape[-1]
+        return self.gather(x[..., first : first + size], count, unit)
+
+    def outputs(self, x: Tensor, count: int) -> Tensor:
+        """All outputs [..., count] of a block, of which x are this rank's, or in "reduce" its part of each."""
+        return self.summed(x) if self.share.mode == "reduce" else self.gather(x, count)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of the tensors x of all ranks, the same bits on each; x is overwritten."""
+        return x
+
     def embed(self, table: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Rows of an embedding of `count` tokens, of which this rank has its part: tokens [...] -> [..., H]."""
         if self.share.ranks == 1:
@@ -66,19 +84,40 @@ class Parted(RuntimeError):
 
 
 class LinkedRanks(Ranks):
-    """One of several ranks, linked by torch.distributed. num_gathers, num_bytes: what it has sent."""
+    """One of several ranks, linked by torch.distributed: gloo for CPUs and for orders, NCCL for GPUs.
 
-    def __init__(self, share: Share, store: Store, limit: timedelta, idle: timedelta) -> None:
+    num_collectives, num_bytes: how often they have met, and what this rank has sent to each other one."""
+
+    def __init__(
+        self, share: Share, store: Store, limit: timedelta, idle: timedelta, device: str = "cpu"
+    ) -> None:  # fmt: skip
         """limit: the longest that a rank waits for the others while it computes; idle: that it waits for orders."""
-        self.share, self.num_gathers, self.num_bytes = share, 0, 0
+        self.share, self.num_collectives, self.num_bytes = share, 0, 0.0
         self._limit, self._idle = limit, idle
-        self._group: Any = ProcessGroupGloo(PrefixStore("ranks", store), share.rank, share.ranks, limit)
+        place = share.rank, share.ranks
+        self._orders: Any = ProcessGroupGloo(PrefixStore("ranks", store), *place, limit)
+        self._links: Any = self._orders
+        if device == "cuda":
+            from torch._C._distributed_c10d import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timedelta(days=1)  # NCCL ends the process then, so `_meet` has to give up before
+            self._links = ProcessGroupNCCL(PrefixStore("links", store), *place, options)
 
     def stacked(self, x: Tensor) -> Tensor:  # noqa: D102
         every = x.new_empty(self.share.ranks * x.numel())
-        self._meet(self._group._allgather_base(every, x.contiguous().flatten()))
-        self.num_gathers, self.num_bytes = self.num_gathers + 1, self.num_bytes + x.nbytes
+        self._meet(self._links._allgather_base(every, x.contiguous().flatten()), self._limit)
+        self._count(x.nbytes)
         return every.view(self.share.ranks, *x.shape)
+
+    def summed(self, x: Tensor) -> Tensor:  # noqa: D102
+        x = x.contiguous()
+        self._meet(self._links.allreduce([x]), self._limit)
+        self._count(2 * x.nbytes / self.share.ranks)
+        return x
+
+    def _count(self, num_bytes: float) -> None:
+        self.num_collectives, self.num_bytes = self.num_collectives + 1, self.num_bytes + num_bytes
 
     def tell(self, order: Any) -> None:
         """Send an order to the other ranks, which `receive` it."""
@@ -102,10 +141,10 @@ class LinkedRanks(Ranks):
     def _broadcast(self, words: Tensor, limit: timedelta) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, limit
-        self._meet(self._group.broadcast([words], options))
+        self._meet(self._orders.broadcast([words], options), limit)
 
-    def _meet(self, work: Work) -> None:
+    def _meet(self, work: Work, limit: timedelta) -> None:
         try:
-            work.wait()
+            work.wait(limit)
         except RuntimeError as error:
             raise Parted(str(error)) from error

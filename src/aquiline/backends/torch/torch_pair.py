@@ -43,7 +43,7 @@ class TorchPair:
         ranks: Ranks = ALONE,
     ) -> None:
         device = "cpu" if device == "torch" else device
-        kind = device.partition(":")[0]
+        kind, share = device.partition(":")[0], ranks.share
         if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"device={device!r}: torch has no such device here; use device='cpu'")
         if kind == "cuda":
@@ -51,13 +51,15 @@ class TorchPair:
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else ("float32" if dtype == "float32" else "bfloat16")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: must be one of auto, {', '.join(KV_DTYPES)}")
-        self.device, self.head, self.draft_version = device, None, 0
+        if kind == "cuda" and share.ranks > 1:
+            device = f"cuda:{share.rank}"
+        self.device, self.head, self.num_ranks, self.draft_version = device, None, share.ranks, 0
         self._draft_dtype = draft_dtype or dtype
         self.target, self.draft = target.config, None if draft is None else draft.config
-        own = ranks.share.target(target)
+        own = share.target(target)
         self.decoder = Decoder.of(own, ranks).float().to(device)
         if draft is not None:
-            draft = ranks.share.draft(draft, target, own)
+            draft = share.draft(draft, target, own)
             embed = self.decoder.embed if draft.model.embed is own.embed else None
             self.head = DraftHead.of(draft, embed, ranks).requires_grad_(False).float().to(device)
         for module, storage in ((self.decoder, dtype), (self.head, self._draft_dtype)):
@@ -81,12 +83,13 @@ class TorchPair:
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)
 
-    def kv_bytes_per_token(self) -> tuple[int, int]:  # noqa: D102
-        draft = 0
-        if self.draft is not None:
-            model = self.draft.model
+    def kv_bytes_per_token(self) -> tuple[int, int]:
+        """As in backends/base.py: of all ranks, which share this machine's memory; of one where each has a GPU."""
+        draft, times = 0, self.num_ranks if self.device == "cpu" else 1
+        if self.head is not None:
+            model = self.head.config.model
             draft = model.kv_bytes_per_token(self.kv_dtype) + model.hidden_size * torch.float32.itemsize
-        return self.target.kv_bytes_per_token(self.kv_dtype), draft
+        return times * self.decoder.config.kv_bytes_per_token(self.kv_dtype), times * draft
 
     def free_bytes(self) -> int:
         """Free memory of the CUDA device; of this machine for every other device."""

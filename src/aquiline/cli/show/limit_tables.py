@@ -63,11 +63,14 @@ def show_limits(found: dict[str, Any], grid: Grid, is_moe: bool) -> None:
 
 def _links(links: list[dict[str, Any]], ranks: int) -> Table:
     """What ranks send each other in a forward of the target, and how long links take for it."""
-    columns = ("rows", "gathers", "MB sent", *(f"ms, {link.name}" for link in LINKS))
+    columns = ("mode", "rows", "collectives", "MB sent", *(f"ms, {link.name}" for link in LINKS))
     rows = [
-        [f"{met['rows']}", f"{met['gathers']:.0f}", _digits(met["sent_bytes"] / 1e6), *map(_digits, met["ms"].values())]
+        [
+            met["parallel_mode"], f"{met['rows']}", f"{met['collectives']:.0f}", _digits(met["sent_bytes"] / 1e6),
+            *map(_digits, met["ms"].values()),
+        ]
         for met in links
-    ]
+    ]  # fmt: skip
     notes = [f"{link.name}: {link.source}" for link in LINKS]
     return Table(columns, rows, f"{ranks} ranks, one forward of the target in float32, to each other rank", notes=notes)
 
