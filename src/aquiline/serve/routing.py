@@ -1,8 +1,9 @@
-"""Which of several engines gets a request: the one that has the fewest tokens to compute up to the request's end.
+"""Which of several engines gets a request: the one with the fewest tokens to compute up to the request's end.
 
-Tokens are the only currency: those that an engine has still to compute for requests before this one, and those of this
-request's prompt that its prefix cache does not have. So a request goes where its prompt is cached, unless that engine
-has more to do than the cached tokens save. Engines are names here: nothing of Ray, sockets or processes is known.
+Tokens are the only currency: those of this request's prompt that an engine's prefix cache does not have, and those that
+each slot of the engine has still to compute for other requests. So a request goes where its prompt is cached, unless
+that engine has more to do than the cached tokens save. Engines are names here: nothing of Ray, sockets or processes is
+known.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class EngineRecord:
         self._ended_before, self._ended = self._ended, []
 
     def begin(self, name: str, routed: Routed) -> None:
-        """A request was routed to the engine."""
+        """A request goes to the engine."""
         request, mean = routed.request, self.report.mean_output
         new = request.sampling.max_tokens if mean == 0 else min(request.sampling.max_tokens, round(mean))
         num_cached = self.num_cached(routed.digests) * routed.page_size
@@ -99,12 +100,19 @@ class EngineRecord:
             self.load -= charge.num_tokens
             self._ended.append(charge)
 
+    def withdraw(self, name: str) -> None:
+        """A request does not go to the engine after all, if it was to."""
+        if (charge := self.running.pop(name, None)) is not None:
+            self.load -= charge.num_tokens
+            self._routed -= Counter(charge.digests)
+
 
 class Affinity(Generic[K]):
-    """Ranks engines for requests. records: of the engines that take requests, by name."""
+    """Ranks engines of num_slots slots each for requests. records: of the engines that take requests, by name."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, num_slots: int, draw: random.Random) -> None:
         self.records: dict[K, EngineRecord] = {}
+        self.num_slots = num_slots
         self._draw = draw
 
     def update(self, reports: Mapping[K, EngineReport | None]) -> None:
@@ -113,6 +121,17 @@ class Affinity(Generic[K]):
         for name, report in reports.items():
             if report is not None:
                 self.records[name].take(report)
+
+    def place(self, name: str, routed: Routed, engine: K) -> None:
+        """A request goes to this engine, and to no other where it was to go before."""
+        self.withdraw(name)
+        if (record := self.records.get(engine)) is not None:
+            record.begin(name, routed)
+
+    def withdraw(self, name: str) -> None:
+        """A request goes nowhere."""
+        for record in self.records.values():
+            record.withdraw(name)
 
     def rank(self, routed: Routed) -> list[list[K]]:
         """Engines for a request, the best first, those of the last list as good as each other.
@@ -125,9 +144,9 @@ class Affinity(Generic[K]):
         if any(num_cached.values()) and (longest := max(names, key=num_cached.__getitem__)) not in looked_at:
             looked_at.append(longest)
 
-        def num_before_end(name: K) -> int:
+        def num_tokens(name: K) -> float:  # up to the request's end, less what is the same everywhere
             record = self.records[name]
-            return record.load + record.others - num_cached[name] * routed.page_size
+            return (record.load + record.others) / self.num_slots - num_cached[name] * routed.page_size
 
-        best = sorted(looked_at, key=num_before_end)
+        best = sorted(looked_at, key=num_tokens)
         return [*([name] for name in best), [name for name in names if name not in best]]

@@ -107,7 +107,10 @@ def _engines(engine: EngineConfig, server: ServerConfig, scale: Scale) -> serve.
         graceful_shutdown_timeout_s=server.drain_s,
         ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus, **scale.actor_options},
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_routing_stats_period_s=REPORT_S, max_backoff_s=LONGEST_WAIT_S
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"num_slots": slots},
+            request_routing_stats_period_s=REPORT_S,
+            max_backoff_s=LONGEST_WAIT_S,
         ),
     )
 

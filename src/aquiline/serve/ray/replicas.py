@@ -102,6 +102,7 @@ class ReplicasLife(Lifetime):
                 stream.fail(_told(error))
         finally:
             del self._calls[name]
+            self._step([], [])
 
     async def _run(self, call: _Call) -> None:
         routed = Routed.of(call.request, self.page_size)
@@ -129,12 +130,15 @@ class ReplicasLife(Lifetime):
             if delta.finish_reason is not None and call.begin is not None:
                 self._sum_prompt += num_prompt
                 self._sum_cached += call.begin.num_cached
+        self._step([int(call.request.id)], deltas)
+
+    def _step(self, added: list[int], deltas: list[Delta]) -> None:
         num_running = sum(each.begin is not None for each in self._calls.values())
         stats = Stats(
             num_running, len(self._calls) - num_running, num_running, 0, self._sum_prompt, self._sum_cached,
             self._sum_prefill, 0,
         )  # fmt: skip
-        self.on_message(StepMessage([int(call.request.id)], [], deltas, stats, 1))
+        self.on_message(StepMessage(added, [], deltas, stats, 1))
 
 
 def after(deltas: Sequence[Delta], num_known: int) -> list[Delta]:
