@@ -61,7 +61,11 @@ class Work:
     pages: int = 640
 
 
-WORKS = (Work("several system prompts", 12), Work("one system prompt", 1), Work("long documents", 30, (3000, 100, 100), pages=1280))
+WORKS = (
+    Work("several system prompts", 12),
+    Work("one system prompt", 1),
+    Work("long documents", 30, (3000, 100, 100), pages=1280),
+)
 
 
 @dataclass(eq=False)
@@ -84,6 +88,9 @@ class Turn:
     arrived_s: float
     slot: int = -1
     num_cached: int = 0
+
+    def __post_init__(self) -> None:
+        self.request = Request(self.name, tuple(self.prompt), SamplingParams(max_tokens=1024, seed=0), NoDraft())
 
 
 class Engine:
@@ -158,7 +165,7 @@ class TwoChoices(RoundRobin):
 
 
 class RaysRule(TwoChoices):
-    """Prompts alone are inserted, and nothing is evicted. imbalanced: requests that the longest queue may have more than
+    """Prompts alone are inserted, and nothing is evicted. imbalanced: requests by which the longest queue may exceed
     the shortest; by default load is not looked at."""
 
     def __init__(self, num_engines: int, imbalanced: float = math.inf) -> None:
@@ -188,8 +195,7 @@ class Ours(RoundRobin):
         self.affinity.update(dict.fromkeys(range(num_engines)))
 
     def choose(self, turn: Turn, queues: list[int]) -> int:
-        sampling = SamplingParams(max_tokens=1024, seed=0)
-        routed = Routed.of(Request(turn.name, tuple(turn.prompt), sampling, NoDraft()), PAGE)
+        routed = Routed.of(turn.request, PAGE)
         chosen = self.affinity.rank(routed)[0][0]
         self.affinity.place(turn.name, routed, chosen)
         return chosen

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -119,19 +122,23 @@ def check_texts(cluster: Cluster, llm: LLM) -> None:
     assert texts == [expected(llm, 200, seed) for seed in range(8)]
     used = [process.cpu_times().user - before[name] for name, process in cluster.engines.items()]
     assert len(used) == 2 and min(used) > 0, used
-    assert cluster.client.post("/v1/completions", json={"prompt": PROMPT}, headers={"authorization": ""}).status_code == 401
+    assert (
+        cluster.client.post("/v1/completions", json={"prompt": PROMPT}, headers={"authorization": ""}).status_code
+        == 401
+    )
     refused = cluster.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 9999})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def check_turns(cluster: Cluster) -> None:
     """Each turn of a conversation finds the pages of the turns before it, the answers' too."""
-    said = "def add(a, b):\n    return a + b\n\n" * 4
+    said, num_before = "def add(a, b):\n    return a + b\n\n" * 4, 0
     for turn in range(4):
         reply = cluster.complete(said, max_tokens=48, seed=turn, **SAMPLED)
-        num_prompt, num_cached = reply["usage"]["prompt_tokens"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert turn == 0 or num_cached >= before // ENGINE.page_size * ENGINE.page_size, (turn, num_cached, before)
-        said, before = said + reply["choices"][0]["text"] + "\n", num_prompt
+        usage = reply["usage"]
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert num_cached >= num_before // ENGINE.page_size * ENGINE.page_size, (turn, num_cached, num_before)
+        said, num_before = said + reply["choices"][0]["text"] + "\n", usage["prompt_tokens"]
 
 
 def check_killed(cluster: Cluster, llm: LLM, what: str) -> None:
@@ -180,3 +187,46 @@ def test_replicas_are_one_server(llm: LLM) -> None:
         check_killed(two, llm, "replica")
         check_killed(two, llm, "engine")
         check_drained(two, llm)
+
+
+@pytest.mark.slow
+def test_engines_come_and_go_with_load(llm: LLM) -> None:
+    """From one to three and back while requests run, none of which is lost or differs."""
+    with cluster() as grown, ThreadPoolExecutor(12) as pool:
+        delays = {"upscale_delay_s": 1, "downscale_delay_s": 2, "metrics_interval_s": 0.5, "look_back_period_s": 2}
+        grown.scale(1, 3, target_ongoing_requests=2, **delays)
+        is_full, texts = True, dict[int, str]()
+
+        def ask(first: int) -> None:
+            seed = first
+            while is_full:
+                texts[seed] = grown.text(max_tokens=300, seed=seed, **SAMPLED)
+                seed += 12
+
+        asking = [pool.submit(ask, first) for first in range(12)]
+        try:
+            until(lambda: grown.num_engines == 3, "no engine is added")
+            until(lambda: min(process.cpu_times().user for process in grown.engines.values()) > 1, "one has no work")
+        finally:
+            is_full = False
+        for each in asking:
+            each.result()
+        until(lambda: grown.num_engines == 1 == len(grown.engines), "no engine is taken away")
+        seeds = range(100)
+        assert [texts[seed] for seed in seeds if seed in texts] == [
+            expected(llm, 300, seed) for seed in seeds if seed in texts
+        ]
+        assert grown.text(max_tokens=20, seed=1, **SAMPLED) == expected(llm, 20, 1)
+
+
+@pytest.mark.slow
+def test_the_page_says_how(llm: LLM) -> None:
+    """What docs/serving.md shows of replicas and of resuming clients, as it stands there but for the model."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    begun, asked = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with cluster() as shown, redirect_stdout(StringIO()) as told:
+        exec(begun.replace('"smollm2"', '"bundled"'), {})
+        until(lambda: shown.client.get("/ready").status_code == 200, "the application does not start")
+        exec(asked.replace("http://127.0.0.1:8000", shown.url).replace('": 64', '": 64, "temperature": 0'), {})
+    (output,) = llm.generate("def add(a, b):", SamplingParams(max_tokens=64, temperature=0.0))
+    assert told.getvalue() == output.text != ""

@@ -78,10 +78,10 @@ def _pieces(url: str, body: dict[str, Any], api_key: str | None) -> Iterator[str
             if (told := line.removeprefix(b"data: ").strip()) == b"[DONE]":
                 return
             chunk = json.loads(told)
-            if (error := chunk.get("error")) is not None:
-                if error["type"] in ("service_unavailable_error", "server_error"):
-                    raise ConnectionError(error["message"])
-                raise ValueError(f"{url} ends the text: {error['message']}")
+            if (failed := chunk.get("error")) is not None:
+                if failed["type"] in ("service_unavailable_error", "server_error"):
+                    raise ConnectionError(failed["message"])
+                raise ValueError(f"{url} ends the text: {failed['message']}")
             for choice in chunk["choices"]:
                 yield choice["text"] if "text" in choice else choice["delta"].get("content") or ""
     raise ConnectionError("the stream ended before the text")

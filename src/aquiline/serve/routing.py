@@ -31,19 +31,23 @@ class Routed:
 
     @classmethod
     def of(cls, request: Request, page_size: int) -> Routed:
-        """The same request with the digests of its prompt; none where engines cache no pages: page_size 0."""
+        """The same request with its prompt's digests; none where engines cache no pages: page_size 0."""
         digests = page_digests(request.cache_salt, request.prompt_ids, page_size) if page_size else []
         return cls(request, tuple(digests), page_size)
 
 
 class EngineReport(NamedTuple):
     """What an engine tells of itself. number: of the report, from 1 on; load: tokens that it has still to compute;
-    mean_output: tokens that a request adds of late, 0 before the first one has ended; pages: digests of cached pages."""
+    mean_output: new tokens of a request of late, 0 before the first one has ended; pages: digests of cached pages."""
 
     number: int
     load: int
     mean_output: float
     pages: frozenset[int]
+
+
+UNKNOWN = EngineReport(0, 0, 0.0, frozenset())
+"""Of an engine that has told nothing yet."""
 
 
 class Charge(NamedTuple):
@@ -61,7 +65,7 @@ class EngineRecord:
     report after that request's end, unless the report names it. others: load of requests that were routed elsewhere
     than here, as of the report."""
 
-    report: EngineReport = EngineReport(0, 0, 0.0, frozenset())
+    report: EngineReport = UNKNOWN
     running: dict[str, Charge] = field(default_factory=dict)
     load: int = 0
     others: int = 0
@@ -81,8 +85,7 @@ class EngineRecord:
             return
         self.report, self.others = report, max(0, report.load - self.load)
         for charge in self._ended_before:
-            self._routed.subtract(charge.digests)
-        self._routed = +self._routed if self._ended_before else self._routed
+            self._forget(charge)
         self._ended_before, self._ended = self._ended, []
 
     def begin(self, name: str, routed: Routed) -> None:
@@ -104,7 +107,14 @@ class EngineRecord:
         """A request does not go to the engine after all, if it was to."""
         if (charge := self.running.pop(name, None)) is not None:
             self.load -= charge.num_tokens
-            self._routed -= Counter(charge.digests)
+            self._forget(charge)
+
+    def _forget(self, charge: Charge) -> None:
+        for digest in charge.digests:
+            if self._routed[digest] == 1:
+                del self._routed[digest]
+            else:
+                self._routed[digest] -= 1
 
 
 class Affinity(Generic[K]):

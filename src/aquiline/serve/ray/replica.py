@@ -27,7 +27,9 @@ class EngineReplica:
     """An engine process of its own, and the requests that it runs. The replica ends with its engine, so that there is
     one kind of failure, of which Ray tells whoever waits."""
 
-    async def __init__(self, opening: Opening, stream_interval: int | None, log_level: str, num_threads: int) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray waits for it
+        self, opening: Opening, stream_interval: int | None, log_level: str, num_threads: int
+    ) -> None:
         """Load the models. Raises ValueError if that fails."""
         os.environ.setdefault("AQUILINE_THREADS", str(num_threads))  # for the engine process
         set_up(log_level)

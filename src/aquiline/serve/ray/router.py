@@ -1,4 +1,4 @@
-"""Ray Serve's side of `serve/routing.py`: a router that runs where the HTTP interface does, and asks no other process."""
+"""Ray Serve's side of `serve/routing.py`: a router that runs where HTTP is spoken, and asks no other process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unpacked(stats: dict[str, Any]) -> EngineReport | None:
     return EngineReport(**{**stats, "pages": frozenset(pages)})
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Routes requests to engines that have their prompts' pages. Its tables are local; after a restart they are as good
     as the replicas' next reports. A replica that drains is no candidate any more: Ray takes it out of the list."""
 
