@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -122,6 +123,7 @@ class Http:
         set_up(settings["config"].log_level)
         client_of = partial(ReplicaClient, handle=engines, max_replicas=max_replicas)
         self.service = open_service(**settings, client_of=client_of)
+        self.service.on_failure = lambda: os._exit(1)  # Ray begins another one, which asks the engines again
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self.service)
