@@ -3,7 +3,8 @@
 One thread for each engine. Clients ask turn by turn, each when it has the answer before and has waited a little; all
 conversations begin with one of six texts. cached: share of prompt tokens that prefix caches had. imbalance: processor
 time of the busiest engine, by the mean of all. choose: microseconds of our router's decision, at the 50th and 99th
-percentile, and of its thread's processor time: the process also speaks HTTP. Needs the extras `ray` and `dev`. Ends with one JSON line.
+percentile; choose_cpu: of its thread's processor time, as the process also speaks HTTP. Needs the extras `ray` and
+`dev`. Ends with one JSON line.
 """
 
 from __future__ import annotations
