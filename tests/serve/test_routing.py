@@ -170,3 +170,11 @@ def test_engines_come_and_go_and_a_new_router_knows_from_reports() -> None:
     assert affinity({"c": told(10, "xy", load=5)}).records["c"].others == 5
     engines.update({})
     assert engines.rank(routed("xy")) == [[]]
+
+
+def test_without_ray_it_is_said_what_brings_it() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['ray'] = None; import aquiline.serve.ray"],
+        env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.stderr.endswith("ModuleNotFoundError: ray is not installed; pip install 'aquiline[ray]'\n")
