@@ -22,6 +22,7 @@ from aquiline.types import TokenLogprobs
 ray = pytest.importorskip("ray", reason="not installed: ray")
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 
+from aquiline.serve.ray import Scale  # noqa: E402
 from aquiline.serve.ray.replica import MAX_PAGES  # noqa: E402
 from aquiline.serve.ray.replicas import MAX_TRIES, ReplicaClient, after  # noqa: E402
 from aquiline.serve.ray.router import packed, unpacked  # noqa: E402
@@ -174,3 +175,17 @@ def test_a_report_comes_as_it_was_sent(num_pages: int) -> None:
     stats = packed(report)
     assert unpacked(stats) == report and len(stats["pages"]) == 8 * num_pages
     assert unpacked({}) is None, "a replica that has told nothing"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_replicas": 0}, {"max_replicas": 0}, {"min_replicas": 2}, {"num_cpus": 0}, {"num_http": 0},
+        {"autoscaling": 3}, {"actor_options": {1: 2}},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)  # fmt: skip
+def test_a_scale_that_cannot_be_is_refused_by_its_field(wrong: dict[str, Any]) -> None:
+    Scale(2, 3, {"downscale_delay_s": 60, "target_ongoing_requests": 2.5}, 2, 0.5, {"resources": {"fast": 1}}, 2)
+    with pytest.raises(ValueError, match=r"^(min_replicas|max_replicas|num_cpus|num_http|autoscaling|actor_options)="):
+        Scale(**wrong)

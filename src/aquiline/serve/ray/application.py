@@ -48,10 +48,10 @@ class Scale:
 
     min_replicas: int = 1
     max_replicas: int = 1
-    autoscaling: dict[str, Any] = field(default_factory=dict)
+    autoscaling: dict[str, object] = field(default_factory=dict)
     num_cpus: int = 1
     num_gpus: float = 0.0
-    actor_options: dict[str, Any] = field(default_factory=dict)
+    actor_options: dict[str, object] = field(default_factory=dict)
     num_http: int = 1
 
     def __post_init__(self) -> None:
