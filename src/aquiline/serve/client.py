@@ -15,9 +15,9 @@ from typing import Literal
 
 from aquiline.engine.sequence import Request
 from aquiline.errors import AquilineError, NumericalError
-from aquiline.serve.life import Life
+from aquiline.serve.life import Life, Lifetime
 from aquiline.serve.logs import log
-from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Prepare, Quit, StepMessage, Submit
+from aquiline.serve.wire import Abort, Delta, EngineInfo, Opening, Prepare, Quit, StepMessage, Submit, TellPages
 
 State = Literal["starting", "ready", "down", "closed"]
 
@@ -120,7 +120,8 @@ class EngineClient:
     has died; info is the latest EngineInfo.
 
     `start` waits for the first process; one that cannot start or load its models is not tried again. One that is to
-    replace another is, after longer and longer pauses."""
+    replace another is, after longer and longer pauses. What begins an engine is `begin`: a process of its own here, and
+    another in `serve/ray`."""
 
     def __init__(self, opening: Opening, stream_interval: int | None = None) -> None:
         self.opening, self.stream_interval = opening, stream_interval
@@ -130,7 +131,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.num_restarts = 0
         self._ids = itertools.count()
-        self._life: Life | None = None
+        self._life: Lifetime | None = None
         self._pause_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
 
@@ -148,7 +149,7 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """The engine process's id."""
-        return None if self._life is None else self._life.process.pid
+        return None if self._life is None else self._life.pid
 
     def new_id(self) -> int:
         """An id for a request."""
@@ -159,6 +160,11 @@ class EngineClient:
         if self.state == "ready" and self._life is not None and not self._life.is_prepared:
             self._life.is_prepared = True
             self._life.send(Prepare())
+
+    def tell_pages(self, most: int) -> None:
+        """Have the next message tell which pages are cached, `most` of them at most."""
+        if self.state == "ready" and self._life is not None:
+            self._life.send(TellPages(most))
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises ValueError with the reason if it cannot start or load."""
@@ -200,7 +206,7 @@ class EngineClient:
         for stream in set(life.streams.values()):
             stream.fail(ServerEnding())
         if is_loading:
-            life.process.kill()  # it reads no commands yet
+            life.kill()  # it reads no commands yet
         else:
             life.send(Quit())
         await asyncio.to_thread(life.end)
@@ -208,13 +214,17 @@ class EngineClient:
     def kill(self) -> None:
         """Kill the engine process if it still runs; for when the event loop has ended."""
         if self._life is not None:
-            self._life.process.kill()
+            self._life.kill()
+
+    def begin(self) -> Lifetime:
+        """Begin an engine; this blocks. Raises ValueError where the machine has no room for one."""
+        return Life.begun(self.opening)
 
     async def _start(self) -> None:
-        self._life = life = await asyncio.to_thread(Life.begun, self.opening)
+        self._life = life = await asyncio.to_thread(self.begin)
         life.on_message, life.on_end = partial(self._arrived, life), partial(self._died, life)
         if self.state == "closed":  # meanwhile
-            life.process.kill()
+            life.kill()
         first = await life.first()
         if not isinstance(first, EngineInfo):
             self._life = None
@@ -223,11 +233,11 @@ class EngineClient:
         if self.state == "closed":
             return
         self.info, self.state = first, "ready"
-        log("engine ready", pid=life.process.pid, memory=first.memory)
+        log("engine ready", pid=life.pid, memory=first.memory)
         if first.learning:
             log(first.learning)
 
-    def _arrived(self, life: Life, message: StepMessage) -> None:
+    def _arrived(self, life: Lifetime, message: StepMessage) -> None:
         streams = life.streams
         for name in message.added:
             if (stream := streams.get(name)) is not None:
@@ -242,13 +252,12 @@ class EngineClient:
                     del streams[delta.request_id]
         self.on_step(message)
 
-    def _died(self, life: Life) -> None:
+    def _died(self, life: Lifetime) -> None:
         if self._life is not life or self.state != "ready":
             return
-        life.process.join(1.0)
         error = EngineDown("the engine died while it worked on this request; send the request again")
         streams, life.streams = life.streams, {}
-        log("engine died", level="error", exit_code=life.process.exitcode, num_requests=len(streams))
+        log("engine died", level="error", exit_code=life.exit_code, num_requests=len(streams))
         for stream in set(streams.values()):
             stream.fail(error)
         is_steady = time.monotonic() - life.began_s >= STEADY_S

@@ -29,6 +29,7 @@ from aquiline.serve.wire import (
     Stats,
     StepMessage,
     Submit,
+    TellPages,
 )
 
 
@@ -59,6 +60,7 @@ class _Host:
         self.sequences: dict[int, Sequence] = {}
         self.added: list[int] = []
         self.refused: list[Refused] = []
+        self.pages: list[int] | None = None  # asked for since the last message
 
     def run(self) -> None:
         """Step while there is work, wait for commands while there is none, until Quit comes. Raises EOFError if the
@@ -70,7 +72,8 @@ class _Host:
                 num_steps += 1
             added, self.added = self.added, []
             refused, self.refused = self.refused, []
-            self.connection.send(StepMessage(added, refused, deltas, self._stats(), num_steps))
+            pages, self.pages = self.pages, None
+            self.connection.send(StepMessage(added, refused, deltas, self._stats(), num_steps, pages))
 
     def _obey(self) -> bool:
         """Carry out the commands that have come; wait for some while the engine has nothing to do. False for Quit."""
@@ -81,6 +84,8 @@ class _Host:
                     return False
                 if isinstance(command, Submit):
                     self._add(command)
+                elif isinstance(command, TellPages):
+                    self.pages = [] if self.engine.prefix is None else self.engine.prefix.digests(command.most)
                 elif isinstance(command, Prepare):
                     threading.Thread(target=self._prepare, name="aquiline-grammar", daemon=True).start()
                 else:

@@ -1,4 +1,4 @@
-"""One engine process from its start to its end, as the HTTP process sees it.
+"""One engine from its start to its end, as the HTTP process sees it, and the engine process as one.
 
 The event loop reads and writes our end of the pipe. A thread that read it would wake at each message, wait for the
 interpreter's lock and then wake the loop.
@@ -12,6 +12,7 @@ import pickle
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,49 @@ LENGTH = struct.Struct("!i")
 *Source*: CPython, Lib/multiprocessing/connection.py, `Connection._send_bytes`."""
 
 
-class Life(asyncio.Protocol):
-    """An engine process and our end of its pipe. streams: the requests that it runs, by id; is_prepared: for grammars.
-    on_message sees every message but the first, on_end is called when the process is gone."""
+class Lifetime(ABC):
+    """An engine from its start to its end. streams: the requests that it runs, by id; is_prepared: for grammars.
+    on_message sees every message but the first, on_end is called when the engine is gone."""
 
-    def __init__(self, process: Any, pipe: socket.socket) -> None:
-        self.process, self.pipe = process, pipe
+    def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
         self.is_prepared, self.began_s = False, time.monotonic()
         self.on_message: Callable[[StepMessage], None] = lambda message: None
         self.on_end: Callable[[], None] = lambda: None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The id of the engine's process, if it is one."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the engine's process ended, which has closed its end of the pipe; this may block for a second."""
+        return None
+
+    @abstractmethod
+    async def first(self) -> EngineInfo | str:
+        """Wait until the engine has loaded its models: what it tells of them, or why it could not load them."""
+
+    @abstractmethod
+    def send(self, *commands: Command) -> None:
+        """Have the engine carry out commands; they come together."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wait until the engine has ended, and kill it if it does not; this blocks."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the engine at once."""
+
+
+class Life(Lifetime, asyncio.Protocol):
+    """An engine process and our end of its pipe."""
+
+    def __init__(self, process: Any, pipe: socket.socket) -> None:
+        super().__init__()
+        self.process, self.pipe = process, pipe
         self._held = bytearray()  # what has come of messages that are not whole
 
     @classmethod
@@ -56,6 +90,19 @@ class Life(asyncio.Protocol):
                 ours.close()
                 raise unstarted(error) from error
         return cls(process, ours)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id."""
+        found: int | None = self.process.pid
+        return found
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended."""
+        self.process.join(1.0)
+        found: int | None = self.process.exitcode
+        return found
 
     async def first(self) -> EngineInfo | str:
         """Wait until the process has loaded its models: what it tells of them, or why it could not load them."""
@@ -92,6 +139,10 @@ class Life(asyncio.Protocol):
         if not self._first.done():
             self._first.set_result(None)
         asyncio.get_running_loop().call_soon(self.on_end)  # after whoever waits for `first`
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.process.kill()
 
     def end(self) -> None:
         """Wait until the process has ended, and kill it if it does not; this blocks."""

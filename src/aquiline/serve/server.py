@@ -7,6 +7,7 @@ import gc
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -35,11 +36,18 @@ LAST_S = 5
 
 
 def open_service(
-    pair: PairConfig, engine: EngineConfig, drafting: Drafting, config: ServerConfig, limits: Limits, chat: ChatConfig,
+    pair: PairConfig,
+    engine: EngineConfig,
+    drafting: Drafting,
+    config: ServerConfig,
+    limits: Limits,
+    chat: ChatConfig,
     learning: LearnConfig = LearnConfig(),
-) -> Service:  # fmt: skip
-    """The service that settings describe; its engine is started by the application. Raises ValueError and
-    CheckpointError for what cannot be read."""
+    *,
+    client_of: Callable[[Opening], EngineClient] | None = None,
+) -> Service:
+    """The service that settings describe; its engine is started by the application. client_of: what stands for the
+    engine, where that is no process of its own. Raises ValueError and CheckpointError for what cannot be read."""
     target = checkpoints(pair.target, pair.draft).target
     checkpoint = resolve(target)
     model = read_model_config(checkpoint)  # no target: refused before a process starts for it
@@ -53,7 +61,8 @@ def open_service(
     template = template.with_options(chat.template_options or {}, "the model's chat template")
     template.check_ends(model.vocab_size)
     names = config.served_model_name or (str(target),)
-    client = EngineClient(Opening(pair, engine, drafting, learning), config.stream_interval)
+    opening = Opening(pair, engine, drafting, learning)
+    client = EngineClient(opening, config.stream_interval) if client_of is None else client_of(opening)
     compiling = Compiling(Grammars(tokenizer, model.vocab_size), model.eos_token_ids, limits.max_compile_s)
     return Service(client, Prompts(tokenizer, template), compiling, drafting, names, config, limits)
 

@@ -44,11 +44,17 @@ class Prepare(NamedTuple):
     """A request with a grammar will come: load the library that reads it beside the steps."""
 
 
+class TellPages(NamedTuple):
+    """Tell which pages the prefix cache has, `most` of them at most."""
+
+    most: int
+
+
 class Quit(NamedTuple):
     """End the process."""
 
 
-Command = Submit | Abort | Prepare | Quit
+Command = Submit | Abort | Prepare | TellPages | Quit
 
 
 class EngineInfo(NamedTuple):
@@ -124,10 +130,11 @@ class Stats(NamedTuple):
 
 class StepMessage(NamedTuple):
     """num_steps steps of the engine: the requests that joined since the last message, those that were refused, and what
-    was added to each."""
+    was added to each. pages: digests of cached pages (`kv/prefix.py`), where TellPages asked."""
 
     added: list[int]
     refused: list[Refused]
     deltas: list[Delta]
     stats: Stats
     num_steps: int
+    pages: list[int] | None = None
