@@ -120,7 +120,8 @@ int fuse(AqBatch* batch) {
   return 0;
 }
 
-// Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits for the token that follows.
+// Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits
+// for the token that follows.
 int extend_chunks(AqBatch* batch) {
   std::vector<Span> spans;
   if (batch->held_window() > 0) return 0;
