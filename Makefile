@@ -7,6 +7,7 @@
 # make nightly   all tests, the slow ones too, with random examples; SEED=N repeats those of a run that printed N
 # make docs   the site of docs/ in build/site; python3 -m http.server -d build/site shows it
 # make chaos  a minute of bad clients and killed engines on the server; ARGS='--minutes 60' for an hour
+# make gpu-bundle  what travels to a machine with a GPU and no network, and the command that runs the tests there
 # make mutants   whether the tests notice the errors that tests/mutants/mutants.toml lists; MUTANTS="words" picks some
 #
 # PYTHON picks the interpreter (3.11 or newer), VENV where everything is installed, TORCH the build of torch that the
@@ -27,7 +28,7 @@ CPP_TESTS := $(wildcard tests/native/*.cpp)
 
 LIGHT := tests/light tests/engine/test_golden.py tests/kv $(addprefix tests/serve/test_,http.py same_text.py openai_client.py engine_process.py)
 
-.PHONY: demo test test-all light format lint bench sanitize arm nightly docs chaos mutants clean
+.PHONY: demo test test-all light format lint bench sanitize arm nightly docs chaos gpu-bundle mutants clean
 
 # Without a network the weights cannot be fetched; the demo then says so and runs the bundled pair.
 demo: $(VENV)/run
@@ -85,6 +86,9 @@ docs: $(VENV)/run
 
 chaos: $(VENV)/dev
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+gpu-bundle: $(VENV)/run
+	$(BIN)/python benchmarks/gpu_bundle.py $(ARGS)
 
 mutants: $(VENV)/dev
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
