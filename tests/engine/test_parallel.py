@@ -147,13 +147,15 @@ def test_two_ranks_cannot_share_three_key_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_heads", [3, 1])
 def test_three_ranks_share_three_key_heads_or_copy_one(tmp_path: Path, kv_heads: int) -> None:
-    place, texts = write_pair(tmp_path, kv_heads, heads=9), []
+    place, texts, kv_bytes = write_pair(tmp_path, kv_heads, heads=9), [], []
     for num_ranks in (1, 3):
         models = load(place, num_ranks, "bfloat16")
         with LLM.from_models(models, engine_config()) as llm:
             texts.append(facts(llm.run(PROMPTS, list(SAMPLINGS.values()), drafting=Chain(3))))
+        kv_bytes.append(models.pair.kv_bytes_per_token()[0])
         models.pair.close()
     assert texts[0] == texts[1]
+    assert kv_bytes[1] == kv_bytes[0] * 3 // kv_heads, "of all ranks together"
 
 
 def test_sums_over_ranks_are_asked_for_by_name_and_results_say_so(pair: Path) -> None:

@@ -88,7 +88,8 @@ class LLM:
     float32. "int8", for int8, int4 and packed weights, rounds activations to integers. It is the fastest and gives the
     same text on every CPU. "auto" is int8 for these weights, and otherwise bfloat16 where it is available. `capture`
     (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's checkpoint, or
-    provide them if it has none.
+    provide them if it has none. `tensor_parallel_size`: processes that share the models, with device "torch";
+    `parallel_mode`: what they exchange, "gather" (outputs; the text of one process) or "reduce" (sums of parts).
 
     Raises CheckpointError before the first token if a checkpoint is wrong or target and draft do not fit, OutOfMemory,
     and ValueError for settings that cannot work.
