@@ -31,8 +31,10 @@ from ray import serve  # noqa: E402
 
 from aquiline.serve.ray import Scale, app  # noqa: E402
 
-pytestmark = [needs_native, pytest.mark.rare]
+pytestmark = needs_native
 
+TOKEN = secrets.token_hex(16)
+"""Ray reads it once in a process; without one it keeps one in the home."""
 CONFIG = ServerConfig(api_key=(KEY,), served_model_name=("code",), drain_s=20.0, stream_interval=1)
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
 
@@ -89,7 +91,7 @@ def cluster() -> Iterator[Cluster]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    told = {"RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}  # else Ray keeps one in the home
+    told = {"RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
     with pytest.MonkeyPatch.context() as patched:
         for name, value in told.items():
             patched.setenv(name, value)
@@ -177,6 +179,7 @@ def check_left(cluster: Cluster) -> None:
     until(lambda: not any(map(cluster.figure, names)), "it runs on")
 
 
+@pytest.mark.rare
 def test_replicas_are_one_server(llm: LLM) -> None:
     """One test, as a cluster takes long to start."""
     with cluster() as two:
