@@ -226,9 +226,9 @@ class Scheduler:
         on: this writes nothing but draft keys, from then on for all."""
         size, window, nodes = self.pool.page_size, self.draft_window, sequence.nodes
         first_seen = max(1, (sequence.prefill_end - window + 1) // size * size if window else 1)
-        missing = [
-            i for i, n in enumerate(nodes) if sequence.drafts and not n.has_draft and (i + 1) * size > first_seen
-        ]
+        last = len(nodes) - 1  # its last feature pairs with the first token after it
+        undrafted = (i for i, node in enumerate(nodes) if sequence.drafts and not node.has_draft)
+        missing = [i for i in undrafted if (i + 1) * size >= first_seen + (i < last)]
         sequence.first_draft_key, sequence.draft_end = first_seen, max(sequence.num_hit, first_seen)
         if not missing:
             return
