@@ -69,6 +69,7 @@ void hold(AqBatch* batch) {
     Slot& slot = batch->slots[chunk.slot];
     const int begin = std::max(chunk.start, slot.first_feature());
     if (!slot.drafts || batch->held_window() == 0 || begin >= chunk.end) continue;
+    if (chunk.start < slot.num_computed) slot.held.clear();  // they are computed again
     add(&slot, batch->first_rows[i] + begin - chunk.start, chunk.end - begin);
     drop_old(*batch, chunk.end, &slot);
   }
@@ -119,7 +120,8 @@ int fuse(AqBatch* batch) {
   return 0;
 }
 
-// Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits for the token that follows.
+// Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits
+// for the token that follows.
 int extend_chunks(AqBatch* batch) {
   std::vector<Span> spans;
   if (batch->held_window() > 0) return 0;

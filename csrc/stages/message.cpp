@@ -62,9 +62,9 @@ int check_pages(const AqBatch& batch, const AqPages& pages) {
   return 0;
 }
 
+// A chunk may lie within cached pages, for their draft keys.
 int check_chunk(const AqChunk& chunk, int num_known, int num_computed) {
-  AQ_REQUIRE(chunk.start >= 0 && chunk.start < chunk.end && chunk.end <= num_known && chunk.start <= num_computed &&
-                 chunk.end >= num_computed,
+  AQ_REQUIRE(chunk.start >= 0 && chunk.start < chunk.end && chunk.end <= num_known && chunk.start <= num_computed,
              "chunk [%d, %d) of slot %d: %d tokens are known and %d computed", chunk.start, chunk.end, chunk.slot,
              num_known, num_computed);
   const int wanted = chunk.end + !chunk.draws;
@@ -197,8 +197,7 @@ int check_step(const AqBatch& batch, const Message& m, const AqAdmit* admits, in
     const AqAdmit* admit = admit_of[chunk.slot];
     AQ_REQUIRE(admit != nullptr || (slot.is_admitted && !slot.decodes),
                "chunk slot=%d: holds no sequence that prefills", chunk.slot);
-    // The first chunk may lie within the cached pages: their draft keys are computed.
-    if (admit != nullptr) AQ_TRY(check_chunk(chunk, admit->num_tokens, std::min(admit->num_hit, chunk.end)));
+    if (admit != nullptr) AQ_TRY(check_chunk(chunk, admit->num_tokens, admit->num_hit));
     else AQ_TRY(check_chunk(chunk, (int)slot.history.size(), slot.num_computed));
     num_rows += chunk.end - chunk.start;
   }

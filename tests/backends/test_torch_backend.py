@@ -91,14 +91,14 @@ def test_engines_write_the_same_text(sampling: str) -> None:
     params = dataclasses.replace(SAMPLINGS[sampling], max_tokens=12, ignore_eos=True)
     batch = prompts(6)
     more = [*batch[5][:64], 5, 6, 7]
-    native = LLM.from_models(LoadedModels(native_pair(), None, "float32", 0), engine_config(4, prefix_cache=True))
-    expected = tokens(native.run([*batch, more], params, drafting=BASELINE))
+    models = LoadedModels(native_pair(), None, "float32", 0)
+    expected = tokens(LLM.from_models(models, engine_config(4)).run([*batch, more], params, drafting=BASELINE))
     for name in ("none", "chain4", "static", "dynamic"):
         drafting = SPECS.get(name, BASELINE)
+        native = LLM.from_models(models, engine_config(4, prefix_cache=True))
+        twin = torch_llm(prefix_cache=True)
         for prompts_, text in ((batch, expected[:6]), ([more], expected[6:])):
-            ours, theirs = (
-                llm.run(prompts_, params, drafting=drafting) for llm in (torch_llm(prefix_cache=True), native)
-            )
+            ours, theirs = (llm.run(prompts_, params, drafting=drafting) for llm in (twin, native))
             assert tokens(ours) == text, name
             found, same = ours.summary.counters, theirs.summary.counters
             assert found.num_accepted_tokens == same.num_accepted_tokens, name

@@ -111,9 +111,8 @@ class IssuedStep:
                 columns = self.columns[b]
                 entries = None if columns is None else columns.read(num_kept)
                 kept = tokens[b, :num_kept].tolist()
-                decodes.append(
-                    Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, guesses.get(b, []), first_key, root)
-                )
+                own, featured = guesses.get(b, []), root if host.admit.drafts else 0
+                decodes.append(Decoded(roots[b], kept, sizes[b] - 1, ends[b], entries, own, first_key, featured))
         chunks = [prefilled.read() for prefilled in self.prefilled]
         trees = VerifiedTrees(DraftedTrees(self.trees).read(), result) if self.with_trees else None
         return StepOutput(decodes, chunks, self.num_draft_rows, None, trees=trees)

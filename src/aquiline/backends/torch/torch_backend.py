@@ -342,7 +342,9 @@ class TorchBackend:
         prompt = self._prompt_logprobs(chunk, hidden) if host.admit.sampling.prompt_logprobs is not None else []
         if host.admit.drafts:
             self._extend_prompt(chunk, slots, features)
-        return PrefilledRows(token, host.admit.first_draft_key, host.draft_end, chunk.end, columns, prompt)
+        return PrefilledRows(
+            token, host.admit.first_draft_key, host.draft_end, chunk.end if host.admit.drafts else 0, columns, prompt
+        )
 
     def _first_token(self, chunk: Chunk, slots: Tensor, logits: Tensor, changes: RowChanges) -> Tensor:
         """The token [1] that the chunk's last row draws. The row is treated as a tree that is a root alone."""

@@ -95,7 +95,7 @@ class _SequenceState:
     """What the controller knows of one sequence. plan: the one that the next two follow; terms: on which it drafts,
     None while it does not; least_node: tokens that a copied token must bring; last_probe: number of the step that last
     probed the draft; last_search: number of the step that last searched for a match; num_uncopied: steps since the
-    sequence copied text; gain: right tokens that a search brings, on average."""
+    sequence copied text; gain: tokens that a search should bring, on average."""
 
     record: Record | None  # None without a draft model
     plan: DraftingPlan | None = None
@@ -157,7 +157,7 @@ class Controller:
             self._search_ms += SEARCH_SMOOTHING * ((time.perf_counter() - started) * 1e3 - self._search_ms)
             most_ms = SEARCH_TIME_SHARE * self._expected_ms
             share = SEARCH_COST * self._search_ms / most_ms if most_ms else 1.0
-            self._rarer = 2 ** max(0, math.ceil(math.log2(share)))
+            self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
         self._fit_copies(mine, chosen)
         self._probe_ms += PROBE_TIME_SHARE * self._expected_ms
         if self._probe_ms >= self._probe_cost:
@@ -196,8 +196,6 @@ class Controller:
                 continue
             has_adaptive = True
             add_choice(self.ledger, decode, decoded, is_timed)
-            if decode.proposal is not None:
-                self._learn_gain(state, len(decoded.kept) - 1.0)
             first = decoded.kept[0]
             if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
                 self._overlap.add(0, decoded.guesses[0].token == first)
@@ -231,9 +229,9 @@ class Controller:
         return self._plan.rate * SEARCH_COST * self._search_ms
 
     def _learn_gain(self, state: _SequenceState, tokens: float) -> None:
-        """A search brought so many tokens."""
+        """A search should bring so many tokens."""
         state.gain += GAIN_SMOOTHING * (tokens - state.gain)
-        self._gain += GAIN_SMOOTHING / len(self._states) * (tokens - self._gain)
+        self._gain += GAIN_SMOOTHING**2 * (tokens - self._gain)
 
     @property
     def _plan(self) -> DraftingPlan:
@@ -318,10 +316,10 @@ class Controller:
             found = self._beside_chain(sequence, state, proposal, count, max(worth, chain_worth))
             if found is None and count and worth > chain_worth:
                 found = Decode(slot, PLAIN, first_of(proposal, count))
+            self._learn_gain(state, sum(proposal.confidences[:count]) if found is not None else 0.0)
             if found is not None:
                 state.num_uncopied = 0
                 return found
-            self._learn_gain(state, 0.0)
         state.num_uncopied += 1
         return uncopied(sequence, state)
 
