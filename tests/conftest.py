@@ -105,12 +105,16 @@ def from_modules(
 
 @lru_cache
 def tiny_models(
-    dtype: str = "bfloat16", seed: int = 0, eos_token_ids: tuple[int, ...] = TINY.eos_token_ids
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = TINY.eos_token_ids,
+    draft_window: int = 0,
 ) -> LoadedModels:
     """A tiny pair in the backend this machine has."""
     import torch
 
-    decoder, head = tiny_pair(seed, dataclasses.replace(TINY, eos_token_ids=eos_token_ids))
+    draft = dataclasses.replace(TINY_DRAFT, model=dataclasses.replace(TINY_DRAFT.model, windows=(draft_window,)))
+    decoder, head = tiny_pair(seed, dataclasses.replace(TINY, eos_token_ids=eos_token_ids), draft)
     for module in (decoder, head):
         round_to(module, getattr(torch, storage_dtype(dtype).name))
     return from_modules(decoder, head, None, Loading(dtype), Environment.read())

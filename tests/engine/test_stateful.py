@@ -74,6 +74,14 @@ def test_a_long_run_with_repeated_steps_meets_everything(prefix_cache: bool) -> 
     assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
 
 
+@pytest.mark.parametrize("late_reads", [False, True])
+def test_a_long_run_with_a_draft_that_sees_a_window(late_reads: bool) -> None:
+    setup = Setup(late_reads=late_reads, draft_window=20, num_continuous=8, is_taught=late_reads)
+    seen = walk(setup, seed=7, num_steps=1000).seen
+    wanted = ALWAYS + CACHED + ("computed again",)
+    assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_engines_of_many_sizes_run_for_long(seed: int, run_seed: int) -> None:

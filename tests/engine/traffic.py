@@ -33,6 +33,7 @@ class Setup:
     late_reads: bool = False
     is_taught: bool = True
     is_fickle: bool = True  # what adaptive sequences draft is chosen at random
+    draft_window: int = 0  # keys that the draft sees, and whose features a slot holds; 0: all
     num_continuous: int = 1  # steps that may be repeated in one call; drafts that are taught are not
 
 
@@ -44,7 +45,7 @@ class Traffic:
             setup.max_batch, setup.row_budget, PAGE, num_pages=setup.num_pages, prefix_cache=setup.prefix_cache,
             late_reads=setup.late_reads, shared_lookup_bytes=2**16, num_continuous_decode_steps=setup.num_continuous,
         )  # fmt: skip
-        self.engine = LLM.from_models(models(), config).engine
+        self.engine = LLM.from_models(models(setup.draft_window), config).engine
         if setup.is_fickle:
             self.engine.controller = Fickle()
         self.live: dict[int | str, Sequence] = {}
@@ -208,6 +209,7 @@ class Traffic:
             self.seen["resumed"] += sum(s.num_preempted > 0 for s, _ in first)
             self.seen["resumed on a hit"] += sum(s.num_preempted * s.num_hit > 0 for s, _ in first)
             self.seen["drafts completed"] += len(message.extends)
+            self.seen["computed again"] += sum(start + 1 < s.num_hit for s, start in first)
             self.seen["drafted behind undrafted pages"] += sum(
                 a.drafts and a.first_draft_key > 1 for a in message.admits
             )

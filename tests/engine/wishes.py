@@ -108,9 +108,9 @@ def draw_wishes(choose: Choose, texts: list[tuple[int, ...]]) -> list[Wish]:
 
 
 @cache
-def models() -> LoadedModels:
+def models(draft_window: int = 0) -> LoadedModels:
     """The tiny pair with a tokenizer, so that texts and stop strings are at stake too."""
-    return dataclasses.replace(tiny_models(), tokenizer=letters())
+    return dataclasses.replace(tiny_models(draft_window=draft_window), tokenizer=letters())
 
 
 @cache

@@ -247,11 +247,14 @@ class Scheduler:
         page, these and those behind them are missing, and are written from the features there."""
         size, nodes = self.pool.page_size, sequence.nodes
         first_seen = self._first_seen(sequence.prefill_end)
-        seen = [(i, n) for i, n in enumerate(nodes) if (i + 1) * size > first_seen]
-        missing = [i for i, n in seen if sequence.drafts and not n.has_draft]
-        old = [i * size for i, n in seen if self.prefix is not None and not self.prefix.has_draft_keys(n)]
-        end = min(old, default=sequence.num_hit)
-        sequence.first_draft_key, sequence.draft_end = first_seen, max(end, first_seen)
+        are_new = [self.prefix is not None and self.prefix.has_draft_keys(node) for node in nodes]
+        # A page's last feature pairs with the first token after it: it is read where the key of that is written.
+        are_kept = [new or not node.has_draft for new, node in zip(are_new, nodes, strict=True)][1:]
+        undrafted = (i for i, node in enumerate(nodes) if sequence.drafts and not node.has_draft)
+        missing = [i for i in undrafted if (i + 1) * size >= first_seen + any(are_kept[i : i + 1])]
+        old = (i * size for i, is_new in enumerate(are_new) if not is_new and (i + 1) * size > first_seen)
+        sequence.first_draft_key = first_seen
+        sequence.draft_end = max(min(old, default=sequence.num_hit), first_seen)
         if not missing:
             return
         is_again = self.are_drafting and all(nodes[i].was_missed for i in missing)

@@ -7,7 +7,7 @@ step is issued.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class SlotState:
     def renew_draft(self, slot: int, first_draft_key: int) -> None:
         """All draft keys of a slot are missing, and the first is to stand at that index."""
         host = self.hosts[slot]
+        host.admit = replace(host.admit, first_draft_key=first_draft_key)
         self.first_draft_key[slot] = self.draft_end[slot] = host.draft_end = first_draft_key
         host.max_lag = max(1, host.max_root + 1 - first_draft_key)
 

@@ -157,7 +157,7 @@ class Controller:
             self._search_ms += SEARCH_SMOOTHING * ((time.perf_counter() - started) * 1e3 - self._search_ms)
             most_ms = SEARCH_TIME_SHARE * self._expected_ms
             share = SEARCH_COST * self._search_ms / most_ms if most_ms else 1.0
-            self._rarer = 2 ** max(0, math.ceil(math.log2(share)))
+            self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
         self._fit_copies(mine, chosen)
         self._probe_ms += PROBE_TIME_SHARE * self._expected_ms
         if self._probe_ms >= self._probe_cost:
