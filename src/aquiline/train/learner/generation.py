@@ -126,7 +126,7 @@ class Learner:
         self.work.mkdir(mode=0o700)
         known, parent = self.store.generations(), self.store.state().serving
         number = 1 + max((each.generation for each in known), default=0)
-        tokens = lesson.num_new + next((each.tokens for each in known if each.generation == parent), 0)
+        tokens = lesson.num_new + max((each.tokens for each in known), default=0)
         old, _ = _split(read_replay(self.store))
         order = np.random.default_rng(number).permutation(len(old))
         is_beside = np.cumsum([num_answered([old[i]]) for i in order]) <= num_answered(lesson.train)
