@@ -117,9 +117,11 @@ class Learner:
         return self.store.checkpoint(generation) if generation else self.shipped
 
     def _begun(self) -> Attempt | None:
-        """The attempt that was not finished, if its parent still serves."""
+        """The attempt that was not finished, if its parent still serves or if its draft is already in its place."""
         attempt = Attempt.read(self.work / ATTEMPT)
-        return attempt if attempt is not None and attempt.parent == self.store.state().serving else None
+        if attempt is None or self.store.checkpoint(attempt.generation).exists():
+            return attempt
+        return attempt if attempt.parent == self.store.state().serving else None
 
     def _begin(self, lesson: Lesson) -> Attempt:
         shutil.rmtree(self.work, ignore_errors=True)
