@@ -93,7 +93,7 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
 
     store.write_state(ServingState(1))
     second = learner(store, pair).learn(read_lesson(store, (0, 0)))
-    assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after, rel=1e-3)
+    assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after, rel=5e-3)
     shipped_tau = pytest.approx(found.old_before, rel=1e-3)
     assert second.old_before == shipped_tau, "the shipped draft's, so that losses do not add up"
 
