@@ -93,8 +93,9 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
 
     store.write_state(ServingState(1))
     second = learner(store, pair).learn(read_lesson(store, (0, 0)))
-    assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after)
-    assert second.old_before == found.old_before, "the shipped draft's, so that losses do not add up"
+    assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after, rel=5e-3)
+    shipped_tau = pytest.approx(found.old_before, rel=1e-3)
+    assert second.old_before == shipped_tau, "the shipped draft's, so that losses do not add up"
 
 
 @pytest.mark.rare
@@ -151,6 +152,8 @@ def test_a_draft_that_no_longer_serves_is_not_trained_on(store: LearningStore, p
     assert own._begun() == begun
     store.write_state(ServingState(7))
     assert own._begun() is None
+    store.checkpoint(begun.generation).mkdir()
+    assert own._begun() == begun, "killed before it said so; the draft may serve by now"
 
 
 @pytest.mark.rare

@@ -191,8 +191,8 @@ def _begin(
         head = loaded_head(config.init, teacher.decoder, config)
         if head.config.norm_before_fc or head.config.fc_norm:
             scale = torch.ones_like(scale)  # the head norms its input itself
-        for parameter in _fusion(head) if config.keep_fusion else ():
-            parameter.data = parameter.data.bfloat16().float()  # as checkpoints store it, from which a run is resumed
+        for parameter in (head.embed, *(_fusion(head) if config.keep_fusion else ())):
+            parameter.data = parameter.data.bfloat16().float()  # what does not train is as checkpoints will store it
         head.fc.data /= scale  # a saved draft takes raw features
         return head, scale
     counts = _counts(batches.corpus, seen, len(teacher.head))

@@ -117,16 +117,18 @@ class Learner:
         return self.store.checkpoint(generation) if generation else self.shipped
 
     def _begun(self) -> Attempt | None:
-        """The attempt that was not finished, if its parent still serves."""
+        """The attempt that was not finished, if its parent still serves or if its draft is already in its place."""
         attempt = Attempt.read(self.work / ATTEMPT)
-        return attempt if attempt is not None and attempt.parent == self.store.state().serving else None
+        if attempt is None or self.store.checkpoint(attempt.generation).exists():
+            return attempt
+        return attempt if attempt.parent == self.store.state().serving else None
 
     def _begin(self, lesson: Lesson) -> Attempt:
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(mode=0o700)
         known, parent = self.store.generations(), self.store.state().serving
         number = 1 + max((each.generation for each in known), default=0)
-        tokens = lesson.num_new + next((each.tokens for each in known if each.generation == parent), 0)
+        tokens = lesson.num_new + max((each.tokens for each in known), default=0)
         old, _ = _split(read_replay(self.store))
         order = np.random.default_rng(number).permutation(len(old))
         is_beside = np.cumsum([num_answered([old[i]]) for i in order]) <= num_answered(lesson.train)

@@ -20,8 +20,9 @@ from aquiline.train.simulated_tau import TEMPERATURE, write_texts
 from aquiline.types import Int32
 from aquiline.writing import write_whole
 
-NUM_FILES, FILE_TEXTS = 8, 16
-PROMPT_TOKENS, ANSWER_TOKENS = 48, 160
+NUM_FILES, FILE_TEXTS = 8, 12
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 320
+"""Of a text; a target of few positions writes less."""
 _QUESTION = "?question?"
 
 
@@ -41,7 +42,8 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
     models = replace(pair, draft=None).load()
     for number in missing:
         first = number * FILE_TEXTS
-        answered = write_texts(models, _prompts(models, first), ANSWER_TOKENS, TEMPERATURE * (number % 2), first)
+        room = min(ANSWER_TOKENS, models.max_positions // 2)
+        answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
         texts = [Served(text.tokens.tolist(), text.num_prompt, [], text.temperature) for text in answered]
         write_whole(_file(folder, number), json.dumps(texts), "The texts before it are whole")
 
@@ -56,7 +58,8 @@ def _prompts(models: LoadedModels, seed: int) -> list[Int32]:
     begin = [config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]]
     if template.has_template:
         begin = _before_question(template)
-    written = write_texts(models, [np.array(begin, np.int32)] * FILE_TEXTS, PROMPT_TOKENS, 1.0, seed)
+    room = min(PROMPT_TOKENS, models.max_positions // 8)
+    written = write_texts(models, [np.array(begin, np.int32)] * FILE_TEXTS, room, 1.0, seed)
     if not template.has_template:
         return [text.tokens for text in written]
     assert models.tokenizer is not None
