@@ -208,7 +208,7 @@ def refuse_parallel(raw: Raw, file: Path) -> None:
     kind = raw.get("speculators_model_type")
     is_set = {name: raw.get(name) is not None and raw[name] is not False for name in PARALLEL_FIELDS}
     named = {name: title for name, title in PARALLEL_FIELDS.items() if is_set[name]}
-    if kind in PARALLEL_KINDS:
+    if isinstance(kind, str) and kind in PARALLEL_KINDS:
         named = {"speculators_model_type": PARALLEL_KINDS[kind]}
     for name, title in named.items():
         told = "" if isinstance(raw[name], dict) else f"={raw[name]!r}"
