@@ -48,7 +48,9 @@ class NativeView:
             self.backend.draft(step_of(Chain(level + 1)))
             seen.append(DraftRows([level - 1 if level else root - 1], level > 0, self._states()))
         tree = self.backend.draft(step_of(way)).read()
-        known, nodes = np.arange(self.num_known, root), np.arange(len(inner_nodes(tree)))
+        window = 0 if self.pair.draft is None else self.pair.draft.model.window(0)
+        first = max(self.num_known, root - window if window else 0)  # what no row sees has no features and no keys
+        known, nodes = np.arange(first, root), np.arange(len(inner_nodes(tree)))
         self.num_known = root
         size = self.backend.sizes.page_size
         assert self.backend.fused is not None
