@@ -45,7 +45,7 @@ def test_a_request_is_stored_unless_it_refuses_or_has_a_salt(learner: tuple[Serv
 
 
 def test_learn_is_true_or_false(learner: tuple[Server, LearningStore]) -> None:
-    assert "learn" in learner[0].error("/v1/completions", prompt=PROMPT, learn="no")["message"]
+    assert "learn" in learner[0].error("/v1/completions", prompt=PROMPT, learn="maybe")["message"]
 
 
 def test_a_new_generation_serves_and_is_told_of_and_texts_stay(learner: tuple[Server, LearningStore]) -> None:
