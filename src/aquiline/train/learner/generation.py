@@ -6,8 +6,8 @@
     DIR/learner.json               the place in DIR/served up to which generations have read
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
-least KEPT_OF_OLD of what the shipped draft commits on the replay. Drafts are compared on the same texts, so the
-interval is that of paired figures. Of a refused draft only learning.json stays.
+least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py). Drafts are compared on the same texts,
+so the interval is that of paired figures. Of a refused draft only learning.json stays.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ RATE_SHARE, AVERAGE = 0.33, 0.95
 weights, without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
-OLD_JUDGED = 1 / 4
-"""Share of the replay that judges; the rest is trained on."""
 KEPT_OF_OLD = 0.99
 RESAMPLES = 1000
 SAVE_MINUTES = 0.5
@@ -129,7 +127,7 @@ class Learner:
         known, parent = self.store.generations(), self.store.state().serving
         number = 1 + max((each.generation for each in known), default=0)
         tokens = lesson.num_new + max((each.tokens for each in known), default=0)
-        old, _ = _split(read_replay(self.store))
+        old = read_replay(self.store).train
         order = np.random.default_rng(number).permutation(len(old))
         is_beside = np.cumsum([num_answered([old[i]]) for i in order]) <= num_answered(lesson.train)
         write_rows(self.work / SERVED, lesson.train)
@@ -152,7 +150,7 @@ class Learner:
         for optimizer in trainer.weights.optimizers:
             for group in optimizer.param_groups:
                 group["peak"] *= RATE_SHARE
-        texts = [*map(_judged, attempt.held_out), *map(_judged, _split(read_replay(self.store))[1])]
+        texts = [*map(_judged, attempt.held_out), *map(_judged, read_replay(self.store).judged)]
         trainer.held_out = HeldOut(trainer.run.assembler, texts, PASSES)
         return trainer
 
@@ -168,7 +166,7 @@ class Learner:
         )  # fmt: skip
 
     def _judge(self, attempt: Attempt, trainer: Trainer) -> Generation:
-        """The run's best draft beside its parent on held-out requests, and beside the shipped one on the replay."""
+        """The run's best draft beside its parent on held-out requests, and beside the shipped one on old prompts."""
         assert trainer.held_out is not None, "the run has looked"
         config, new, cycles = self._config(attempt, is_resumed=False), len(attempt.held_out), []
         for path in (self.draft(attempt.parent), self.run, self.shipped):
@@ -177,7 +175,7 @@ class Learner:
             with autocast(trainer.world.device):
                 cycles.append(np.array(trainer.held_out.judge(trainer.weights.as_stored(head)).cycles))
         before, after, shipped = cycles
-        num_new, num_old = _num_committed(attempt.held_out), _num_committed(_split(read_replay(self.store))[1])
+        num_new, num_old = _num_committed(attempt.held_out), _num_committed(read_replay(self.store).judged)
         interval = paired_interval(before[:new], after[:new])
         tau_before, tau_after = (num_new / float(cycles[:new].sum()) for cycles in (before, after))
         old_before, old_after = (num_old / float(cycles[new:].sum()) for cycles in (shipped, after))
@@ -205,12 +203,6 @@ def paired_interval(before: Float64, after: Float64) -> tuple[float, float]:
     drawn = np.random.default_rng(0).integers(0, len(before), (RESAMPLES, len(before)))
     low, high = np.quantile(before[drawn].sum(1) / after[drawn].sum(1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def _split(replay: Sequence[Served]) -> tuple[list[Served], list[Served]]:
-    """The replay that is trained on, and the replay that judges: every so many texts, greedy and drawn ones."""
-    step = round(1 / OLD_JUDGED)
-    return [each for i, each in enumerate(replay) if i % step], list(replay[::step])
 
 
 def _judged(request: Served) -> JudgedText:

@@ -2,34 +2,55 @@
 
 A target of chats writes a question where its template has the user's turn, and answers it; any other target begins a
 text and goes on with it. Half of the answers are greedy. Whoever brings a pair so needs no data of its training.
+A pair that is known by a name also answers its own prompts, which judge and are never trained on.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from aquiline.checks import parse_json
 from aquiline.engine.learning.store import LearningStore, Served
 from aquiline.engine.model import LoadedModels, ResolvedPair
+from aquiline.models.known_pairs import PAIRS
 from aquiline.text.chat_template import ChatTemplate
-from aquiline.train.simulated_tau import TEMPERATURE, write_texts
+from aquiline.text.questions import read_questions
+from aquiline.train.simulated_tau import TEMPERATURE, JudgedText, write_texts
 from aquiline.types import Int32
 from aquiline.writing import write_whole
 
 NUM_FILES, FILE_TEXTS = 8, 12
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 320
 """Of a text; a target of few positions writes less."""
-_QUESTION = "?question?"
+JUDGED = 4
+"""One text in so many judges, where no known prompts do; the rest is trained on."""
+KNOWN_TEXTS = 32
+_KNOWN, _QUESTION = "known.json", "?question?"
 
 
-def read_replay(store: LearningStore) -> list[Served]:
-    """The texts that are there."""
-    files = sorted((store.folder / "replay").glob("*.json"))
-    return [Served(*each) for file in files for each in parse_json(file.read_bytes())]
+class Replay(NamedTuple):
+    """Texts that are trained on, and texts that judge what is left of old skills."""
+
+    train: list[Served]
+    judged: list[Served]
+
+
+def read_replay(store: LearningStore) -> Replay:
+    """The texts that `write_replay` wrote."""
+    folder = store.folder / "replay"
+    written = [each for number in range(NUM_FILES) for each in _read(_file(folder, number))]
+    known = _read(folder / _KNOWN)
+    return Replay([each for i, each in enumerate(written) if known or i % JUDGED], known or written[::JUDGED])
+
+
+def _read(file: Path) -> list[Served]:
+    return [Served(*each) for each in parse_json(file.read_bytes())]
 
 
 def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
@@ -37,15 +58,43 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
     folder = store.folder / "replay"
     folder.mkdir(mode=0o700, exist_ok=True)
     missing = [number for number in range(NUM_FILES) if not _file(folder, number).exists()]
-    if not missing:
+    if not missing and (folder / _KNOWN).exists():
         return
     models = replace(pair, draft=None).load()
+    room = min(ANSWER_TOKENS, models.max_positions // 2)
     for number in missing:
         first = number * FILE_TEXTS
-        room = min(ANSWER_TOKENS, models.max_positions // 2)
         answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
-        texts = [Served(text.tokens.tolist(), text.num_prompt, [], text.temperature) for text in answered]
-        write_whole(_file(folder, number), json.dumps(texts), "The texts before it are whole")
+        _write(_file(folder, number), answered)
+    prompts = _known_prompts(models, pair)
+    halves = [(prompts[::2], 0.0), (prompts[1::2], TEMPERATURE)]
+    _write(
+        folder / _KNOWN, [text for half, drawn in halves if half for text in write_texts(models, half, room, drawn, 0)]
+    )
+
+
+def _write(file: Path, texts: Sequence[JudgedText]) -> None:
+    rows = [Served(text.tokens.tolist(), text.num_prompt, [], text.temperature) for text in texts]
+    write_whole(file, json.dumps(rows), "The texts before it are whole")
+
+
+def _known_prompts(models: LoadedModels, pair: ResolvedPair) -> list[Int32]:
+    """The prompts of a pair that is known by a name; none of any other pair."""
+    known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
+    if known is None or models.tokenizer is None:
+        return []
+    asked = [question.turns[0] for question in read_questions(known.questions)][:KNOWN_TEXTS]
+    if models.template.has_template:
+        ids = [models.template.encode([{"role": "user", "content": text}]) for text in asked]
+    else:
+        ids = [[*_beginning(models), *models.tokenizer.encode(text).ids] for text in asked]
+    return [np.array(each[: models.max_positions // 2], np.int32) for each in ids]
+
+
+def _beginning(models: LoadedModels) -> list[int]:
+    """The token that a text begins with."""
+    config = models.target_config
+    return [config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]]
 
 
 def _file(folder: Path, number: int) -> Path:
@@ -54,10 +103,8 @@ def _file(folder: Path, number: int) -> Path:
 
 def _prompts(models: LoadedModels, seed: int) -> list[Int32]:
     """Prompts that the target writes itself at temperature 1."""
-    template, config = models.template, models.target_config
-    begin = [config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]]
-    if template.has_template:
-        begin = _before_question(template)
+    template = models.template
+    begin = _before_question(template) if template.has_template else _beginning(models)
     room = min(PROMPT_TOKENS, models.max_positions // 8)
     written = write_texts(models, [np.array(begin, np.int32)] * FILE_TEXTS, room, 1.0, seed)
     if not template.has_template:
