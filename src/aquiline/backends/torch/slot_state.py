@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,7 +82,7 @@ class SlotState:
         self.scratch = self.sizes.num_pages * self.sizes.page_size
 
     def _integers(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def admit(self, admit: Admit, vocab_size: int) -> None:
         """A sequence takes its slot."""
@@ -98,7 +99,7 @@ class SlotState:
         self.draft_end[slot] = draft_end
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = s.temperature, s.top_p, s.min_p
         self.top_k[slot] = s.top_k
-        self.seed[slot, 0], self.seed[slot, 1] = s.seed & MASK32, s.seed >> 32
+        self.seed[slot] = torch.from_numpy(np.array([s.seed], np.uint64).view(np.int32))
 
     def set_pages(self, change: Pages) -> None:
         """Enter pages in a slot's table."""
@@ -120,13 +121,13 @@ class SlotState:
 
     def write_tokens(self, slots: Tensor, indices: Tensor, tokens: Tensor, is_real: Tensor) -> None:
         """Enter tokens [b, n] at indices [b, n] where is_real."""
-        self.history[slots[:, None], torch.where(is_real, indices, self.sizes.max_context)] = tokens
+        self.history[slots[:, None], torch.where(is_real, indices, self.sizes.max_context)] = tokens.int()
 
     def sampling(self, slots: list[int], owner: Tensor, positions: Tensor) -> RowSampling:
         """How n rows draw their tokens, which will stand at positions [n]. owner [n]: each row's slot, one of
         `slots`."""
         each = [self.hosts[slot].admit.sampling for slot in slots]
         return RowSampling(
-            self.temperature[owner], self.top_p[owner], self.min_p[owner], self.top_k[owner], self.seed[owner],
-            positions, filters=any(s.top_k or s.top_p < 1 or s.min_p for s in each),
+            self.temperature[owner], self.top_p[owner], self.min_p[owner], self.top_k[owner],
+            self.seed[owner].long() & MASK32, positions, filters=any(s.top_k or s.top_p < 1 or s.min_p for s in each),
         )  # fmt: skip

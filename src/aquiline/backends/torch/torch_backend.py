@@ -39,7 +39,7 @@ from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
 from aquiline.backends.torch.logit_rules import RowChanges
 from aquiline.backends.torch.slot_state import SlotState
-from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
+from aquiline.backends.torch.torch_pages import TorchPages
 from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
 from aquiline.spec.tree import DraftTree
@@ -57,12 +57,11 @@ class TorchBackend:
     def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
         self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
         self.state = SlotState(sizes, self.device)
-        self.storage = TorchPages(decoder.config, self.state.scratch, kv_dtype, self.device)
+        self.storage = TorchPages(decoder.config, self.state, kv_dtype)
         self._draft: Draft | None = None
         self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:
-            storage = TorchPages(head.config.model, self.state.scratch, kv_dtype, self.device)
-            self._draft = Draft(head, self.state, storage)
+            self._draft = Draft(head, self.state, TorchPages(head.config.model, self.state, kv_dtype))
         self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
 
     @torch.inference_mode()
@@ -103,7 +102,7 @@ class TorchBackend:
         on_path = trees.ancestors()
         blocks = [tree_block(self.state, decodes, base, trees, on_path)] if decodes else []
         blocks += [prompt_block(self.state, c.slot, c.start, c.end) for c in step.chunks]
-        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        attention = self.storage.attention(blocks)
         tokens, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(tokens, positions, attention)
 
@@ -131,10 +130,10 @@ class TorchBackend:
         page, blocks = 0, []
         for slot, (tokens, used) in enumerate(zip(documents, self.sizes.pages_of(documents), strict=True)):
             self.state.table[slot, :used] = torch.arange(page, page + used, device=self.device)
-            self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).long().to(self.device)
+            self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).to(self.device)
             page += used
             blocks.append(prompt_block(self.state, slot, 0, len(tokens)))
-        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        attention = self.storage.attention(blocks)
         rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(rows, positions, attention)
         best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden.split(HEAD_ROWS)]
@@ -291,7 +290,7 @@ class TorchBackend:
             rows = (torch.arange(len(decodes), device=self.device)[:, None] * trees.num_nodes + kept.path)[drafting]
             self._draft.keep_features(target[drafting].flatten(), features[rows.flatten()])
         state.write_tokens(slots, index + 1, kept.tokens.clamp(min=0), kept.is_kept)
-        state.root[slots] = base + kept.num_accepted + 1
+        state.root[slots] = (base + kept.num_accepted + 1).int()
         for b, decode in enumerate(decodes):
             host, num_tokens = state.hosts[decode.slot], min(trees.max_depth + 1, trees.sizes[b])
             host.grow(num_tokens)
@@ -323,7 +322,7 @@ class TorchBackend:
             token = self._first_token(chunk, slots, logits, changes)
             if (k := host.admit.sampling.logprobs) is not None:
                 columns = columns_of(logits, token, k)
-            state.history[chunk.slot, chunk.end] = token[0].clamp(min=0)
+            state.history[chunk.slot, chunk.end] = token[0].clamp(min=0).int()
             if host.rules is not None:
                 host.rules.count(token, token >= 0)
         if chunk.is_last:
