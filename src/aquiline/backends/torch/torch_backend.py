@@ -77,6 +77,7 @@ class TorchBackend:
             self.state.admit(admit, self.decoder.config.vocab_size)
         for pages in step.pages:
             self.state.set_pages(pages)
+        self.state.write_changes()
         return DraftedTrees(self._grow(step))
 
     def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
