@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aquiline.ops.triton.launch import Launch, check_float32, check_floats, check_integers, size_of
+from aquiline.ops.triton.launch import Launch, check_contiguous, check_float32, check_floats, check_integers, size_of
 from aquiline.ops.triton.rows import DeviceRows
 
-HEAD_SIZES = (16, 64, 80, 128)
-"""Sizes of a head that attention has tiles for."""
+LARGEST_HEAD = 256
+"""Values of the largest head that attention has tiles for."""
 
 
 @triton.jit
@@ -113,9 +113,9 @@ def heads(
 
 def check_head_size(name: str, D: int) -> None:
     """Raise ValueError for a head size that no tile is for."""
-    if D not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        raise ValueError(f"{name}: head_dim={D} has no kernel; sizes of heads are {sizes}; run it with device='cpu'")
+    if D % 16 or not 0 < D <= LARGEST_HEAD:
+        raise ValueError(f"{name}: head_dim={D} has no kernel; heads are multiples of 16 up to {LARGEST_HEAD}; run "
+                         f"this model with device='cpu'")  # fmt: skip
 
 
 def check_cache(name: str, k_cache: Tensor, v_cache: Tensor, Hkv: int, D: int, like: Tensor) -> None:
@@ -126,8 +126,3 @@ def check_cache(name: str, k_cache: Tensor, v_cache: Tensor, Hkv: int, D: int, l
         if cache.dtype != k_cache.dtype:
             raise ValueError(f"{name}'s {label} is {cache.dtype}, k_cache {k_cache.dtype}; give both one dtype")
 
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the whole tensor is contiguous."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has the strides {tensor.stride()}; make it contiguous")

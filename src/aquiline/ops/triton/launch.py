@@ -72,8 +72,13 @@ def check_integers(name: str, tensor: Tensor, *shape: int, like: Tensor | None =
 
 
 def check_float32(name: str, tensor: Tensor, *shape: int, like: Tensor | None = None) -> None:
-    """The same for float32 that only one kernel writes and another reads: all of it contiguous."""
+    """The same for float32 of which all is contiguous: scratch and tables."""
     _check(name, tensor, shape, (torch.float32,), like)
+    check_contiguous(name, tensor)
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the whole tensor is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has the strides {tensor.stride()}; make it contiguous")
 
