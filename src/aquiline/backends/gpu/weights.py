@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.backends.torch import reference as ops
 from aquiline.blocks import Array, Parts, floats_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
-from aquiline.models.rope import Rotary
 from aquiline.ops.torch_arrays import tensor_of
 
 Layer = dict[str, Tensor]
@@ -34,8 +32,8 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class DeviceModel:
-    """One decoder. embed and head [V, H] (a draft's head: [Vd, H]); layers; final_norm [H]; rotary: of layers without a
-    window, local: of those with one."""
+    """One decoder. embed and head [V, H] (a draft's head: [Vd, H]); layers; final_norm [H];
+    capture: the layers whose outputs are features."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -43,8 +41,6 @@ class DeviceModel:
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: Tensor
-    rotary: Rotary
-    local: Rotary | None
     capture: tuple[int, ...]
 
     @classmethod
@@ -54,8 +50,7 @@ class DeviceModel:
         layers = tuple({name: storage.put(own) for name, own in layer.named()} for layer in weights.layers)
         head = table if weights.head is weights.embed else storage.put(weights.head)
         return cls(
-            weights.config, storage.dtype, table, layers, storage.put(weights.final_norm), head, weights.rotary,
-            weights.local_rotary, weights.capture,
+            weights.config, storage.dtype, table, layers, storage.put(weights.final_norm), head, weights.capture
         )  # fmt: skip
 
 
@@ -81,17 +76,3 @@ class DeviceDraft:
             draft.config, DeviceModel.of(draft.model, storage, shared), storage.put(draft.fc),
             ids.int().to(storage.device), *norms,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """cos and sin float32 [positions, Dh / 2]."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def of(cls, rotary: Rotary, num_positions: int, device: torch.device) -> Rotation:
-        """The rotation of positions [0, num_positions)."""
-        positions, inv_freq = torch.arange(num_positions), torch.from_numpy(rotary.inv_freq)
-        return cls(*(part.contiguous().to(device) for part in ops.rope_cos_sin(positions, inv_freq, rotary.scale)))

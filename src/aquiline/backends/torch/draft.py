@@ -16,7 +16,7 @@ from torch import Tensor
 from aquiline.backends.base import Decode
 from aquiline.backends.torch.chains import CutChains, Cuts
 from aquiline.backends.torch.draw import children, draw, guess
-from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.eagle import DraftModel
 from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_pages import TorchPages
 from aquiline.backends.torch.torch_rows import RowBlock
@@ -40,7 +40,7 @@ class Roots:
 class Draft:
     """The draft model over its storage. fused [places, H]: the target's features as the draft reads them."""
 
-    def __init__(self, head: DraftHead, state: SlotState, storage: TorchPages) -> None:
+    def __init__(self, head: DraftModel, state: SlotState, storage: TorchPages) -> None:
         self.head, self.state, self.storage, self.num_rows = head, state, storage, 0
         config = head.config.model
         self.fused = torch.zeros(state.scratch + 1, config.hidden_size, device=state.device)

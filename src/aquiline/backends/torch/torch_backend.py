@@ -6,6 +6,7 @@ The order of a step is `TorchBackend.draft` and `TorchBackend.verify`, read from
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,13 +33,13 @@ from aquiline.backends.torch.chains import (
     choose_nodes,
     padded_copies,
 )
-from aquiline.backends.torch.decoder import Decoder
+from aquiline.backends.torch.decoder import TargetModel
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
-from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.eagle import DraftModel
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
 from aquiline.backends.torch.logit_rules import RowChanges
-from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.slot_state import RowSampling, SlotState
 from aquiline.backends.torch.torch_pages import TorchPages
 from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
@@ -53,15 +54,18 @@ class TorchBackend:
     """Steps over storage on one device. See backends/base.py for what each method promises."""
 
     is_async = True
+    pages: ClassVar[type[TorchPages]] = TorchPages
 
-    def __init__(self, decoder: Decoder, head: DraftHead | None, kv_dtype: torch.dtype, sizes: Sizes) -> None:
+    def __init__(
+        self, decoder: TargetModel, head: DraftModel | None, kv_dtype: torch.dtype, sizes: Sizes
+    ) -> None:  # fmt: skip
         self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
         self.state = SlotState(sizes, self.device)
-        self.storage = TorchPages(decoder.config, self.state, kv_dtype)
+        self.storage = self.pages(decoder.config, self.state, kv_dtype)
         self._draft: Draft | None = None
         self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:
-            self._draft = Draft(head, self.state, TorchPages(head.config.model, self.state, kv_dtype))
+            self._draft = Draft(head, self.state, self.pages(head.config.model, self.state, kv_dtype))
         self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
 
     @torch.inference_mode()
@@ -244,7 +248,11 @@ class TorchBackend:
             logits = flat.index_copy(0, rows, changes.apply(flat[rows])).view(B, N, -1)
         owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
         sampling = self.state.sampling(slots, owner, index.flatten())
-        return draw(logits.flatten(0, 1), sampling, self.all_ids, self.decoder.ranks).view(B, N)
+        return self._draw(logits.flatten(0, 1), sampling).view(B, N)
+
+    def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        """The target's own tokens [n] by logits [n, V]."""
+        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
 
     def _by_rules(self, slot: int, base: Tensor, tree: Trees, on_path: Tensor, logits: Tensor) -> Tensor:
         """Logits [N, V] of one slot's nodes as its rules change them."""
@@ -340,7 +348,7 @@ class TorchBackend:
         base = torch.tensor(chunk.end - 1, device=self.device)
         logits = changes.apply(self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits))
         sampling = self.state.sampling([chunk.slot], slots, base.view(1) + 1)
-        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
+        return self._draw(logits, sampling)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
         """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a
