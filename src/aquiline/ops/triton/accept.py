@@ -122,8 +122,10 @@ def keep_kernel(
     tl.store(roots + slot, root + count + 1)
 
 
-@triton.jit(do_not_specialize=["num_levels"])
-def move_kernel(k_cache, v_cache, sources, targets, num_levels, layer_stride, PLACE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def move_kernel(
+    k_cache, v_cache, sources, targets, layer_stride, PLACE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """One block of the keys and values of one layer along one path. Grid: trees, layers, blocks of a place.
 
     A node stands at or behind its level, so no place is written before it is read. Each value is read and written by
@@ -131,13 +133,13 @@ def move_kernel(k_cache, v_cache, sources, targets, num_levels, layer_stride, PL
     tree = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64) * layer_stride
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    for level in range(1, num_levels):
-        source = tl.load(sources + tree * num_levels + level).to(tl.int64)
-        target = tl.load(targets + tree * num_levels + level).to(tl.int64)
-        is_moved = (column < PLACE) & (source >= 0) & (source != target)
-        own, new = layer + source * PLACE + column, layer + target * PLACE + column
-        tl.store(k_cache + new, tl.load(k_cache + own, mask=is_moved), mask=is_moved)
-        tl.store(v_cache + new, tl.load(v_cache + own, mask=is_moved), mask=is_moved)
+    for level in range(1, WIDTH):
+        source = tl.load(sources + tree * WIDTH + level).to(tl.int64)
+        target = tl.load(targets + tree * WIDTH + level).to(tl.int64)
+        if (source >= 0) & (source != target):
+            own, new = layer + source * PLACE + column, layer + target * PLACE + column
+            tl.store(k_cache + new, tl.load(k_cache + own, mask=column < PLACE), mask=column < PLACE)
+            tl.store(v_cache + new, tl.load(v_cache + own, mask=column < PLACE), mask=column < PLACE)
 
 
 @triton.jit
@@ -207,7 +209,7 @@ def move_keys(k_cache: Tensor, v_cache: Tensor, kept: KeptPaths) -> Launch:
     block = min(COLUMNS.value, triton.next_power_of_2(place))
     return Launch(
         "EAGLE_TAIL_COMMIT", move_kernel, (B, L, triton.cdiv(place, block)),
-        (k_cache, v_cache, kept.sources, kept.targets, width, places * place), {"PLACE": place, "BLOCK": block},
+        (k_cache, v_cache, kept.sources, kept.targets, places * place), {"PLACE": place, "WIDTH": width, "BLOCK": block},
         bytes=4 * B * (width - 1) * L * place * k_cache.element_size(),
     )  # fmt: skip
 
