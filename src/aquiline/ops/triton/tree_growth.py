@@ -77,6 +77,14 @@ class TreeNodes:
     counts: Tensor
 
     @classmethod
+    def empty(cls, num_trees: int, num_nodes: int, max_depth: int, device: torch.device) -> TreeNodes:
+        """Room for trees whose topology `choose_nodes` finds; roots that are alone until then."""
+        integers = {"dtype": torch.int32, "device": device}
+        columns = torch.zeros(3, num_trees, num_nodes, **integers)
+        paths = torch.zeros(num_trees, num_nodes, max_depth + 1, **integers)
+        return cls(*columns, paths, torch.full((num_trees,), num_nodes, **integers))
+
+    @classmethod
     def of(cls, parents: Sequence[int], num_trees: int, device: torch.device) -> TreeNodes:
         """Trees of one fixed topology, whose tokens are still missing. parents: the node above each, 0 for the root."""
         paths = [[0]]
@@ -93,13 +101,14 @@ class TreeNodes:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "end", "next_first", "own_first"])
+@triton.jit(do_not_specialize=["first", "end", "own_first"])
 def beam_kernel(
-    slots, cand_tokens, cand_scores, cand_parents, old_paths, tokens, sources, scores, paths, first, end, next_first,
-    own_first, C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr,
+    slots, cand_tokens, cand_scores, cand_parents, old_paths, tokens, sources, scores, paths, first, end, own_first,
+    C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One tree: the K best of the candidates [first, end), and their rows. Grid: trees."""
+    """One tree: the K best of the candidates [first, end), and their rows, which find candidates from `end` on. Grid:
+    trees."""
     tree = tl.program_id(0)
     if tl.load(slots + tree) < 0:
         return
@@ -125,7 +134,7 @@ def beam_kernel(
         tl.store(sources + member, source)
         tl.store(scores + member, best)
         tl.store(paths + member * WIDTH + level, path, mask=level < WIDTH)
-        tl.store(cand_parents + own + next_first + m * K + child, chosen, mask=child < K)
+        tl.store(cand_parents + own + end + m * K + child, chosen, mask=child < K)
 
 
 @triton.jit
@@ -206,7 +215,7 @@ def grow_beam(slots: Tensor, candidates: Candidates, level: int, beam: Beam, bef
     return Launch(
         "TREE_BEAM", beam_kernel, (B,),
         (slots, candidates.tokens, candidates.scores, candidates.parents, None if before is None else before.paths,
-         *written, first, first_of(k, level), first_of(k, level), 1 + (level - 1) * k),
+         *written, first, first_of(k, level), 1 + (level - 1) * k),
         {"C": C, "K": k, "WIDTH": width, "LEVEL": level, "BLOCK": block, "LEVELS": triton.next_power_of_2(width)},
         bytes=size_of(*written) + 4 * B * (2 * block + k * k),
     )  # fmt: skip
