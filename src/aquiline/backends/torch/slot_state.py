@@ -71,17 +71,18 @@ class SlotState:
     """The state of S slots, each number of it a word of one tensor, so that all changes of a step are written at once.
 
     history [S, C + 1]: a slot's tokens by index, the last column is scratch; root, draft_end, first_draft_key [S]; table
-    [S, pages per slot]: the slot's pages; seed [S, 2]: the bits of its words; scratch: the place behind all pages."""
+    [S, pages per slot]: the slot's pages; seed [S, 2]: the bits of its words; scratch: the place behind all pages. more
+    [num_more]: further words, for whoever runs the steps."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, num_more: int = 0) -> None:
         self.sizes, self.device, self.hosts = sizes, device, dict[int, HostSlot]()
         self.scratch = sizes.num_pages * sizes.page_size
         self.widths = {"history": sizes.max_context + 1, "table": sizes.pages_per_slot, "seed": 2}
         self.widths |= dict.fromkeys(SCALARS, 1)
-        total = sizes.num_slots * sum(self.widths.values())
-        self.words = torch.zeros(total, dtype=torch.int32, device=device)
+        lengths = [*(sizes.num_slots * width for width in self.widths.values()), num_more]
+        self.words = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         self._changes: list[tuple[int, Int32]] = []  # first words, and what they and the next become
-        parts = self.words.split([sizes.num_slots * width for width in self.widths.values()])
+        *parts, self.more = self.words.split(lengths)
         self.first_words = {name: part.storage_offset() for name, part in zip(self.widths, parts, strict=True)}
         views = {name: part.view(sizes.num_slots, -1) for name, part in zip(self.widths, parts, strict=True)}
         self.history, self.table, self.seed = (views[name] for name in ("history", "table", "seed"))
@@ -90,7 +91,10 @@ class SlotState:
 
     def assign(self, name: str, slot: int, values: Any, first: int = 0) -> None:
         """Let words of a slot from `first` on be these values, 32 bits each, when `write_changes` is called next."""
-        at = self.first_words[name] + slot * self.widths[name] + first
+        self.assign_words(self.first_words[name] + slot * self.widths[name] + first, values)
+
+    def assign_words(self, at: int, values: Any) -> None:
+        """The same of any words, the first of which is `at`."""
         self._changes.append((at, np.ascontiguousarray(values).view(np.int32).reshape(-1)))
 
     def take_changes(self) -> tuple[Int32, Int32]:

@@ -20,7 +20,6 @@ from aquiline.backends.base import (
     Extend,
     RowEdits,
     Scored,
-    Sizes,
     StepInput,
     TokenMasks,
 )
@@ -57,10 +56,9 @@ class TorchBackend:
     pages: ClassVar[type[TorchPages]] = TorchPages
 
     def __init__(
-        self, decoder: TargetModel, head: DraftModel | None, kv_dtype: torch.dtype, sizes: Sizes
+        self, decoder: TargetModel, head: DraftModel | None, kv_dtype: torch.dtype, state: SlotState
     ) -> None:  # fmt: skip
-        self.decoder, self.sizes, self.device = decoder, sizes, decoder.embed.device
-        self.state = SlotState(sizes, self.device)
+        self.decoder, self.state, self.sizes, self.device = decoder, state, state.sizes, state.device
         self.storage = self.pages(decoder.config, self.state, kv_dtype)
         self._draft: Draft | None = None
         self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
@@ -77,10 +75,7 @@ class TorchBackend:
         check_row_costs(step.row_costs)
         for extend in step.extends:
             self._extend(extend)
-        for admit in step.admits:
-            self.state.admit(admit, self.decoder.config.vocab_size)
-        for pages in step.pages:
-            self.state.set_pages(pages)
+        self._tell(step)
         self.state.write_changes()
         return DraftedTrees(self._grow(step))
 
@@ -151,6 +146,13 @@ class TorchBackend:
     def close(self) -> None:  # noqa: D102
         for name in ("storage", "_draft", "state"):
             self.__dict__.pop(name, None)
+
+    def _tell(self, step: StepInput) -> None:
+        """Enter a step's admissions and pages among the changes of the state."""
+        for admit in step.admits:
+            self.state.admit(admit, self.decoder.config.vocab_size)
+        for pages in step.pages:
+            self.state.set_pages(pages)
 
     def _extend(self, extend: Extend) -> None:
         assert self._draft is not None, "only drafting sequences have draft keys to extend"
