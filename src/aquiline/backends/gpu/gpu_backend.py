@@ -37,6 +37,7 @@ class GpuBackend(TorchBackend):
         storage = (None, None) if own is None else (own.storage, own.fused)
         self._machine = Machine(target, draft, self.storage, *storage, state, workspace)
         self._programs: dict[Bucket, Program] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs
 
     @torch.inference_mode()
     def step(self, step: StepInput) -> Pending:  # noqa: D102
@@ -89,5 +90,10 @@ class GpuBackend(TorchBackend):
         spans = bucket(-(-longest // self._machine.workspace.tiles.span))
         key = Bucket(way, bucket(len(hosts)), spans, any(host.admit.drafts for host in hosts))
         if key not in self._programs:
-            self._programs[key] = Program(self._machine, key)
+            self._programs[key] = program = Program(self._machine, key)
+            if self.device.type == "cuda":
+                state = self._machine.state
+                state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
+                state.write_changes()
+                program.capture(self._pool)
         return self._programs[key]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -102,24 +104,56 @@ class Program:
 
     def __init__(self, machine: Machine, bucket: Bucket) -> None:
         self.machine, self.bucket, B = machine, bucket, bucket.num_decodes
-        self.device, self.graph = machine.state.device, None
+        self.device, self.graph = machine.state.device, cast(torch.cuda.CUDAGraph | None, None)
         self.active, self.growing, sizes = machine.decodes(B)
         self.nodes = replace(new_nodes(bucket.way, B, self.device), counts=sizes)
         self.kept = KeptPaths.new(B, self.nodes.paths.shape[2], self.device)
         self.limits = torch.full_like(machine.state.root, bucket.way.max_depth)
-        self.launches: list[Runnable] = [machine.state.applying]
+        self.launches: list[Runnable] = []
+        self._add("MESSAGE", machine.state.applying)
         if bucket.way.is_speculative:
             self._draft()
         self._verify()
         self.outcome = self._outcome()
-        self.launches.append(Call("EAGLE_TAIL_COMMIT", self._tell))
+        self._add("EAGLE_TAIL_COMMIT", Call("outcome", self._tell))
         self._buffers = [HostBuffer.new(tuple(self.outcome.shape), self.device) for _ in range(DEPTH)]
         self._number = 0
 
     def run(self) -> None:
         """One step: the state's message must have been posted."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+
+    def _run(self) -> None:
         for launch in self.launches:
             launch.run()
+
+    def trace(self) -> None:
+        """One step, launch by launch under the names of `aquiline profile`'s ranges. On a CUDA device."""
+        for name, launches in groupby(self.launches, lambda launch: launch.name.partition(".")[0]):
+            with torch.cuda.nvtx.range(name):
+                for launch in launches:
+                    launch.run()
+
+    def capture(self, pool: Any) -> None:
+        """Compile the kernels, then capture the launches in a CUDA graph. No slot may be alive."""
+        side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._run()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._run()
+        self.graph = graph
+
+    def _add(self, name: str, *launches: Runnable) -> None:
+        """Add launches whose names begin with that of their range in a trace."""
+        for launch in launches:
+            own = launch.name if launch.name.startswith(name) else f"{name}.{launch.name}"
+            self.launches.append(replace(launch, name=own))  # type: ignore[type-var]
 
     def told(self) -> HostBuffer:
         """Copy the outcome to the host when the step is through; the buffer's event says when."""
@@ -139,18 +173,18 @@ class Program:
         at = RowBuffers.new(machine.state, B * width, 0, width)
         places, last = torch.zeros_like(at.tokens), torch.zeros_like(self.active)
         known = self._forward(at)
-        self.launches += [
-            lag_rows(self.growing, machine.slots, at.tokens, places, last, at.rows),
+        self._add(
+            "EAGLE_DRAFT", lag_rows(self.growing, machine.slots, at.tokens, places, last, at.rows),
             copy_rows(machine.fused, known.given, from_rows=places), *known.launches(),
-        ]  # fmt: skip
+        )  # fmt: skip
         # The roots' own rows: the last of each slot, which stand at the roots' positions as the target's rows do.
         roots = RowBuffers.new(machine.state, B, 0, 1)
         nodes = TreeNodes.of((0,), B, self.device)
         output, normed = torch.zeros_like(known.hidden[:B]), torch.zeros_like(known.normed[:B])
-        self.launches += [
-            tree_rows(self.growing, machine.slots, nodes, roots.rows),
+        self._add(
+            "EAGLE_DRAFT", tree_rows(self.growing, machine.slots, nodes, roots.rows),
             copy_rows(known.hidden, output, from_rows=last), copy_rows(known.normed, normed, from_rows=last),
-        ]  # fmt: skip
+        )  # fmt: skip
         rows = self._drawing(roots, 1)
         if isinstance(way, Chain):
             self._chain(way, output, normed, rows)
@@ -181,17 +215,15 @@ class Program:
         forward, best = self._forward(at), TileBest.new(B, len(head.weight), 1, self.device)
         first = int(head.ids[0])  # any token will do where logits are not numbers
         for level in range(1, way.num_spec_tokens + 1):
-            self.launches += [
-                best_by_tile(normed, head, rows, best),
-                pick_draws(best, rows.slots, tokens[:, level], otherwise=first),
-            ]  # fmt: skip
+            drawn = pick_draws(best, rows.slots, tokens[:, level], otherwise=first)
+            self._add("EAGLE_DRAFT_LM_HEAD", best_by_tile(normed, head, rows, best), drawn)
             if level < way.num_spec_tokens:
                 own = tokens[:, level]
-                self.launches += [
-                    level_rows(self.growing, machine.slots, level, level, at.rows),
-                    Call("EAGLE_DRAFT", lambda own=own: at.tokens.copy_(own)),
-                    *self._go_on(output, forward, None), *forward.launches(),
-                ]  # fmt: skip
+                self._add(
+                    "EAGLE_DRAFT", level_rows(self.growing, machine.slots, level, level, at.rows),
+                    Call("tokens", partial(at.tokens.copy_, own)), *self._go_on(output, forward, None),
+                    *forward.launches(),
+                )  # fmt: skip
                 output, normed, rows = forward.hidden, forward.normed, self._drawing(at, 2)
 
     def _go_on(self, output: Tensor, forward: DraftForward, sources: Tensor | None) -> list[Runnable]:
@@ -207,7 +239,7 @@ class Program:
         assert machine.draft is not None
         if machine.draft.config.norm_feedback:
             model, x = machine.draft.model, forward.given
-            found.append(norm("EAGLE_DRAFT", x, model.final_norm, x, slots, eps=model.config.rms_norm_eps))
+            found.append(norm("feedback", x, model.final_norm, x, slots, eps=model.config.rms_norm_eps))
         return found
 
     def _dynamic(self, way: Dynamic, output: Tensor, normed: Tensor, rows: DrawRows) -> None:
@@ -220,15 +252,15 @@ class Program:
             beam = Beam.new(B, way.depth + 1, k, self.device)
             at = self._level_buffers(beam.tokens, beam.paths)
             forward = self._forward(at)
-            self.launches += [
-                grow_beam(self.growing, candidates, level, beam, before),
+            self._add(
+                "EAGLE_DRAFT", grow_beam(self.growing, candidates, level, beam, before),
                 level_rows(self.growing, machine.slots, level, 1 + (level - 1) * k, at.rows),
                 *self._go_on(output, forward, beam.sources.view(-1)), *forward.launches(),
-            ]  # fmt: skip
+            )  # fmt: skip
             output, before = forward.hidden, beam
             above = beam.scores.view(-1)
             self._children(candidates, forward.normed, self._drawing(at, 2), first_of(k, level), k, above)
-        self.launches.append(choose_nodes(self.growing, candidates, k, self.nodes))
+        self._add("EAGLE_DRAFT", choose_nodes(self.growing, candidates, k, self.nodes))
 
     def _children(
         self, candidates: Candidates, normed: Tensor, rows: DrawRows, first: int, k: int, above: Tensor | None
@@ -237,9 +269,8 @@ class Program:
         B, head, num = self.bucket.num_decodes, self._draft_head, len(normed)
         best, end = TileBest.new(num, len(head.weight), k, self.device), first + num // B * k
         tokens, scores = candidates.tokens[:, first:end], candidates.scores[:, first:end]
-        self.launches += [
-            best_by_tile(normed, head, rows, best), pick_children(best, rows.slots, tokens, scores, above=above)
-        ]  # fmt: skip
+        picked = pick_children(best, rows.slots, tokens, scores, above=above)
+        self._add("EAGLE_DRAFT_LM_HEAD", best_by_tile(normed, head, rows, best), picked)
 
     def _level_buffers(self, tokens: Tensor, paths: Tensor) -> RowBuffers:
         """The rows of a level, m of each tree, whose tokens [B, m] and paths [B, m, W] others fill."""
@@ -259,15 +290,15 @@ class Program:
             sources = (self._integers(level.parents) + above * torch.arange(B, device=self.device)[:, None]).int()
             at = self._level_buffers(tokens, paths)
             forward = self._forward(at)
-            self.launches += [
-                take_candidates(self.growing, candidates.tokens, places, tokens),
+            self._add(
+                "EAGLE_DRAFT", take_candidates(self.growing, candidates.tokens, places, tokens),
                 level_rows(self.growing, machine.slots, number, level.paths[0][number], at.rows),
                 *self._go_on(output, forward, sources.flatten()), *forward.launches(),
-            ]  # fmt: skip
+            )  # fmt: skip
             output, above = forward.hidden, len(level.places)
             self._children(candidates, forward.normed, self._drawing(at, 2), level.first, way.width, None)
         nodes = take_candidates(self.growing, candidates.tokens, self._integers(plan.places), self.nodes.tokens[:, 1:])
-        self.launches.append(nodes)
+        self._add("EAGLE_DRAFT", nodes)
 
     def _integers(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -284,22 +315,22 @@ class Program:
         forward = TargetForward(machine.target, machine.pages, at, self.bucket.spans, machine.workspace)
         head, drawn = VocabularyHead(machine.target.head), torch.zeros_like(at.tokens)
         best = TileBest.new(B * N, len(head.weight), 1, self.device)
-        self.launches += [
-            tree_rows(self.active, machine.slots, self.nodes, at.rows), *forward.launches(),
-            best_by_tile(forward.normed, head, self._drawing(at, 1), best), pick_draws(best, forward.slots, drawn),
-            accept_paths(self.active, self.nodes, drawn.view(B, N), self.limits, self.kept),
-            keep_paths(self.active, machine.slots, N, self.kept),
-        ]  # fmt: skip
+        self._add("EAGLE_TREE_MASKS", tree_rows(self.active, machine.slots, self.nodes, at.rows))
+        self._add("BASE_", *forward.launches())
+        drawing = best_by_tile(forward.normed, head, self._drawing(at, 1), best)
+        self._add("BASE_LM_HEAD", drawing, pick_draws(best, forward.slots, drawn))
+        self._add("EAGLE_ACCEPT", accept_paths(self.active, self.nodes, drawn.view(B, N), self.limits, self.kept))
+        self._add("EAGLE_TAIL_COMMIT", keep_paths(self.active, machine.slots, N, self.kept))
         if not is_chain:
-            self.launches.append(move_keys(machine.pages.k, machine.pages.v, self.kept))
+            self._add("EAGLE_TAIL_COMMIT", move_keys(machine.pages.k, machine.pages.v, self.kept))
         if self.bucket.keeps_features:
             assert machine.draft is not None and machine.fused is not None
             g = torch.zeros(B * N, machine.fused.shape[1], device=self.device)
             kept = self.kept.rows.view(-1), self.kept.targets.view(-1)
-            self.launches += [
-                *fuse(machine.draft, forward.features, forward.slots, g, machine.workspace),
+            self._add(
+                "EAGLE_DRAFT_FUSE", *fuse(machine.draft, forward.features, forward.slots, g, machine.workspace),
                 copy_rows(g, machine.fused, from_rows=kept[0], to_rows=kept[1]),
-            ]  # fmt: skip
+            )  # fmt: skip
 
     # Outcome
 
