@@ -9,6 +9,7 @@ import torch
 
 from aquiline.backends.base import Decode, Pending, StepInput, StepOutput
 from aquiline.backends.gpu.mailbox import HostBuffer
+from aquiline.backends.gpu.perf import PerfWatch
 from aquiline.backends.gpu.program import Program
 from aquiline.backends.torch.handles import IssuedStep
 from aquiline.backends.torch.slot_state import HostSlot
@@ -56,14 +57,17 @@ class ProgramStep:
     hosts: list[HostSlot]
     buffer: HostBuffer
     with_trees: bool
+    perf: PerfWatch | None
 
     def read(self) -> StepOutput:
-        """Wait for the outcome."""
+        """Wait for the outcome. Raises PerfViolation where PERF mode is strict and rows were broken."""
         self.buffer.wait()
         told = self.buffer.memory[: len(self.decodes)].long()
         N, levels = self.program.nodes.tokens.shape[1], self.program.nodes.paths.shape[2]
-        first, path, tokens, *nodes = told.split_with_sizes([3, levels, levels, N, N, N], 1)
-        root, num_accepted, draft_end = first.unbind(1)
+        first, path, tokens, *nodes = told.split_with_sizes([4, levels, levels, N, N, N], 1)
+        root, num_accepted, draft_end, broken = first.unbind(1)
+        if self.perf is not None and bool(broken.any()):
+            self.perf.note("broken mask", f"{int(broken.sum())} rows of a step from roots {root.tolist()}")
         sizes = tuple(decode.drafting.max_nodes for decode in self.decodes)
         depth = self.program.bucket.way.max_depth
         trees = Trees(nodes[0], nodes[1], nodes[2], sizes, depth)
