@@ -42,7 +42,7 @@ class GpuBackend(TorchBackend):
         if draft is not None and self._draft is not None:
             parts = DraftParts(draft, cast(GpuPages, self._draft.storage), self._draft.fused)
         self._machine = Machine(target, cast(GpuPages, self.storage), state, workspace, parts)
-        self._programs: dict[Bucket, Program] = {}
+        self.programs: dict[Bucket, Program] = {}
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs
@@ -118,13 +118,13 @@ class GpuBackend(TorchBackend):
         longest = max(host.max_root for host in hosts) + way.lookahead + 1
         spans = bucket(-(-longest // self._machine.workspace.tiles.span))
         key = Bucket(way, bucket(len(hosts)), spans, any(host.admit.drafts for host in hosts), self.checks_masks)
-        if key not in self._programs:
+        if key not in self.programs:
             if self.perf is not None:
                 self.perf.note("compile", f"{key} after the warm-up")
-            self._programs[key] = program = Program(self._machine, key)
+            self.programs[key] = program = Program(self._machine, key)
             if self.device.type == "cuda":
                 state = self._machine.state
                 state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
                 state.write_changes()
                 program.capture(self._pool)
-        return self._programs[key]
+        return self.programs[key]
