@@ -130,7 +130,7 @@ def spans_kernel(
         )  # fmt: skip
     if TAIL_BLOCKS > 0:
         if tails < first + SPAN:
-            for step in range(TAIL_BLOCKS * ROWS):
+            for step in tl.range(0, TAIL_BLOCKS * ROWS, num_stages=2):
                 node = step % ROWS
                 is_node = is_live & (lane_row == node)
                 node_context = tl.max(tl.where(is_node, context, 0), 0)
@@ -174,7 +174,7 @@ def fold_spans_kernel(
         top = tl.maximum(top, sink)
     for begin in range(0, NUM_SPANS, FOLDED):
         span = begin + tl.arange(0, FOLDED)
-        is_seen = (span >= start // SPAN) & (span * SPAN < end)
+        is_seen = (span >= start // SPAN) & (span * SPAN < end) & (span < NUM_SPANS)
         top = tl.maximum(top, tl.max(tl.load(stats + (first + span) * 2, mask=is_seen, other=float("-inf")), 0))
     column = tl.arange(0, D_PADDED)
     total = tl.zeros((1,), tl.float32)
