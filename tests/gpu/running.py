@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="not installed: triton")
 
-from aquiline.ops.triton.launch import IS_INTERPRETED, Launch  # noqa: E402
+from aquiline.ops.triton.launch import IS_INTERPRETED, Launch
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 

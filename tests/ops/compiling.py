@@ -24,8 +24,9 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a compiled kernel takes: registers a thread, bytes of stack a thread and of shared memory a program. layouts:
-    in which each of its reductions of a float tile finds the tile."""
+    """What a compiled kernel takes: registers a thread, bytes of stack a thread and of shared memory a program.
+
+    layouts: in which each of its reductions of a float tile finds the tile."""
 
     registers: int
     stack: int

@@ -13,16 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="not installed: triton")
 
-from tests.ops.compiling import SHARED_BYTES, compiled  # noqa: E402
+from tests.ops.compiling import SHARED_BYTES, compiled
 
-from aquiline.ops.triton.activation import activation  # noqa: E402
-from aquiline.ops.triton.attention import SpanBuffers, attention  # noqa: E402
-from aquiline.ops.triton.embedding import embedding  # noqa: E402
-from aquiline.ops.triton.heads import heads  # noqa: E402
-from aquiline.ops.triton.launch import Launch  # noqa: E402
-from aquiline.ops.triton.linear import linear, partials_shape  # noqa: E402
-from aquiline.ops.triton.norm import norm  # noqa: E402
-from aquiline.ops.triton.rows import DeviceRows  # noqa: E402
+from aquiline.ops.triton.activation import activation
+from aquiline.ops.triton.attention import SpanBuffers, attention
+from aquiline.ops.triton.embedding import embedding
+from aquiline.ops.triton.heads import heads
+from aquiline.ops.triton.launch import Launch
+from aquiline.ops.triton.linear import linear, partials_shape
+from aquiline.ops.triton.norm import norm
+from aquiline.ops.triton.rows import DeviceRows
 
 pytestmark = pytest.mark.rare
 EACH_CARD = pytest.mark.parametrize("capability", list(SHARED_BYTES), ids=str)
