@@ -11,6 +11,7 @@ from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.backends.torch.rounding import rounded
+from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.control_groups import free_memory
@@ -63,7 +64,7 @@ class TorchPair:
                 round_linears(module, storage)
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
-        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], sizes)
+        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], SlotState(sizes, self.decoder.embed.device))
 
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)

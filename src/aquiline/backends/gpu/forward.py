@@ -1,0 +1,191 @@
+"""One model's forward over a fixed number of rows: its buffers, and its launches in order.
+
+The residual stream is float32, what a linear reads is in the weights' dtype, what it writes is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.backends.gpu.pages import GpuPages, RowBuffers
+from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, Layer
+from aquiline.ops.triton.activation import activation
+from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention
+from aquiline.ops.triton.embedding import embedding
+from aquiline.ops.triton.heads import heads
+from aquiline.ops.triton.launch import Launch
+from aquiline.ops.triton.linear import linear, partials_shape
+from aquiline.ops.triton.norm import norm
+
+
+@dataclass(eq=False)
+class Workspace:
+    """Float32 scratch of the launches of one stream, which run one after the other. It grows while launches are built;
+    those built before keep what they have. tiles: how attention is cut, for all of them."""
+
+    memory: Tensor
+    tiles: AttentionTiles = AttentionTiles()
+
+    def floats(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Room for tensors that are in use together."""
+        sizes = [-(-torch.Size(shape).numel() // 16) * 16 for shape in shapes]
+        if sum(sizes) > len(self.memory):
+            self.memory = torch.empty(sum(sizes), device=self.memory.device)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class Forward:
+    """A decoder's layers over R rows. hidden float32 [R, H]: the residual stream, after the launches that of the last
+    layer; normed [R, H]: its final norm, in the weights' dtype. span_count: spans of keys that a row may see."""
+
+    def __init__(
+        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace, prefix: str
+    ) -> None:  # fmt: skip
+        self.model, self.pages, self.at, self.workspace, self.prefix = model, pages, at, workspace, prefix
+        self.slots, self.span_count, config = at.rows.slots, span_count, model.config
+        Dh, Hq, Hkv = config.head_dim, config.num_heads, config.num_kv_heads
+        self.hidden, self.delta = self._floats(config.hidden_size), self._floats(config.hidden_size)
+        self.normed = self._stored(config.hidden_size)
+        self.qkv, self.q = self._floats((Hq + 2 * Hkv) * Dh), self._stored(Hq * Dh, pages.k.dtype).view(-1, Hq, Dh)
+        self.attended = self._stored(Hq * Dh)
+        self.gate_up, self.inner = self._floats(2 * config.intermediate_size), self._stored(config.intermediate_size)
+
+    def _floats(self, width: int) -> Tensor:
+        return self._stored(width, torch.float32)
+
+    def _stored(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(len(self.slots), width, dtype=dtype or self.model.dtype, device=self.slots.device)
+
+    def linear(self, name: str, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> list[Launch]:
+        """A linear of all rows, with scratch where it needs some."""
+        shape = partials_shape(len(x), *weight.shape)
+        partials = self.workspace.floats(shape)[0] if shape[0] else None
+        return [*linear(f"{self.prefix}{name}", x, weight, out, self.slots, bias=bias, partials=partials)]
+
+    def norm(self, name: str, x: Tensor, weight: Tensor | None, out: Tensor | None, **more: Tensor | None) -> Launch:
+        """A norm of all rows with this model's epsilon."""
+        eps = self.model.config.rms_norm_eps
+        return norm(f"{self.prefix}{name}", x, weight, out, self.slots, eps=eps, **more)
+
+    def attend(self, index: int, layer: Layer, x: Tensor) -> list[Launch]:
+        """delta = the attention of normed inputs x."""
+        config, rows, name = self.model.config, self.at.rows, f"{self.prefix}ATTENTION_FMHA"
+        window = config.window(index)
+        rotation = self.pages.local if window else self.pages.full
+        k, v = self.pages.k[index], self.pages.v[index]
+        sums, stats = self.workspace.floats(
+            (*self.q.shape[:2], self.span_count, config.head_dim), (*self.q.shape[:2], self.span_count, 2)
+        )
+        return [
+            *self.linear("ATTENTION_FMHA.qkv", x, layer["qkv"], self.qkv, layer.get("qkv_bias")),
+            heads(
+                f"{name}.heads", self.qkv, self.q, k, v, rotation.cos, rotation.sin, rows,
+                q_weight=layer.get("q_norm"), k_weight=layer.get("k_norm"), eps=config.rms_norm_eps,
+            ),
+            *attention(
+                f"{name}.spans", self.q, k, v, rows, self.attended, SpanBuffers(sums, stats),
+                scale=config.attention_scale, window=window, sinks=layer.get("sinks"), tiles=self.workspace.tiles,
+            ),
+            *self.linear("ATTENTION_FMHA.o", self.attended, layer["o"], self.delta, layer.get("o_bias")),
+        ]  # fmt: skip
+
+    def finish_layer(self, layer: Layer) -> list[Launch]:
+        """Add the attention to the stream; delta = the MLP of the sum."""
+        config, kind = self.model.config, self.model.config.activation
+        return [
+            self.norm(
+                "FFN.norm", self.delta, layer["post_norm"], self.normed, residual=self.hidden,
+                own_weight=layer.get("attention_out_norm"),
+            ),
+            *self.linear("FFN.gate_up", self.normed, layer["gate_up"], self.gate_up, layer.get("gate_up_bias")),
+            activation(
+                f"{self.prefix}FFN.activation", self.gate_up, self.inner, self.slots, kind=kind,
+                limit=config.activation_limit,
+            ),
+            *self.linear("FFN.down", self.inner, layer["down"], self.delta, layer.get("down_bias")),
+        ]  # fmt: skip
+
+
+class TargetForward(Forward):
+    """The target over R rows. features [R, C * H]: of the captured layers, in the weights' dtype."""
+
+    def __init__(
+        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace
+    ) -> None:  # fmt: skip
+        super().__init__(model, pages, at, span_count, workspace, "BASE_")
+        self.features = self._stored(len(model.capture) * model.config.hidden_size)
+
+    def launches(self) -> list[Launch]:
+        """The whole forward."""
+        model, layers = self.model, self.model.layers
+        scale = model.config.embed_scale
+        found = [embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)]
+        found.append(self.norm("ATTENTION_FMHA.norm", self.hidden, layers[0]["input_norm"], self.normed))
+        for index, layer in enumerate(layers):
+            found += [*self.attend(index, layer, self.normed), *self.finish_layer(layer)]
+            is_last = index + 1 == len(layers)
+            weight = model.final_norm if is_last else layers[index + 1]["input_norm"]
+            found.append(
+                self.norm(
+                    "LM_HEAD.norm" if is_last else "ATTENTION_FMHA.norm", self.delta, weight, self.normed,
+                    residual=self.hidden, own_weight=layer.get("mlp_out_norm"), feature=self._feature(index),
+                )
+            )  # fmt: skip
+        return found
+
+    def _feature(self, index: int) -> Tensor | None:
+        """Where the output of a layer is kept, if it is captured."""
+        width, capture = self.model.config.hidden_size, self.model.capture
+        return self.features[:, capture.index(index) * width :][:, :width] if index in capture else None
+
+
+class DraftForward(Forward):
+    """The draft's layer over R rows. hidden: the rows' g before the launches, their output after."""
+
+    def __init__(
+        self, draft: DeviceDraft, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace
+    ) -> None:  # fmt: skip
+        super().__init__(draft.model, pages, at, span_count, workspace, "EAGLE_DRAFT_")
+        self.config, width = draft.config, draft.model.config.hidden_size
+        self.embedded, self.both = self._floats(width), self._stored(2 * width)
+        self.given = self._floats(width) if draft.config.norm_before_residual else self.hidden
+
+    def launches(self) -> list[Launch]:
+        """One pass: given [R, H] is the rows' g, hidden their output."""
+        model, [layer] = self.model, self.model.layers
+        width = model.config.hidden_size
+        name = f"{self.prefix}ATTENTION_FMHA"
+        found = [
+            embedding(f"{name}.embed", self.at.tokens, model.embed, self.embedded, self.slots),
+            self.norm("ATTENTION_FMHA.norm", self.embedded, layer["input_norm"], self.both[:, :width]),
+            self.norm("ATTENTION_FMHA.norm", self.given, layer["hidden_norm"], self.both[:, width:]),
+        ]
+        if self.config.norm_before_residual:
+            found.append(self.norm("ATTENTION_FMHA.norm", self.given, layer["hidden_norm"], self.hidden))
+        found += [*self.attend(0, layer, self.both), *self.finish_layer(layer)]
+        return [*found, self.norm("LM_HEAD.norm", self.delta, model.final_norm, self.normed, residual=self.hidden)]
+
+
+def fuse(
+    draft: DeviceDraft, features: Tensor, slots: Tensor, out: Tensor, workspace: Workspace
+) -> list[Launch]:  # fmt: skip
+    """out float32 [R, H] = the fused features [R, C * Ht] of live rows; features are normed in place where the draft
+    norms them."""
+    name, found = "EAGLE_DRAFT_FUSE", list[Launch]()
+    eps = draft.model.config.rms_norm_eps
+    if draft.input_norm is not None:
+        found.append(norm(f"{name}.norm", features, draft.input_norm, features, slots, eps=eps))
+    for part, weight in zip(features.chunk(len(draft.config.capture), 1), _parts(draft.fc_norm), strict=False):
+        found.append(norm(f"{name}.norm", part, weight, part, slots, eps=eps))
+    shape = partials_shape(len(features), *draft.fc.shape)
+    partials = workspace.floats(shape)[0] if shape[0] else None
+    return [*found, *linear(f"{name}.fc", features, draft.fc, out, slots, partials=partials)]
+
+
+def _parts(fc_norm: Tensor | None) -> Sequence[Tensor]:
+    return () if fc_norm is None else fc_norm.unbind(0)
