@@ -142,30 +142,29 @@ def head_kernel(
         found = tl.load(logits + at, mask=is_there, other=0.0)
     if COUNT == 0:
         tl.store(logits + at, found, mask=is_there)
-        return
-    tokens = column
-    if ids is not None:
-        tokens = tl.load(ids + column, mask=is_column, other=0)
-    position = tl.load(positions + row, mask=is_row, other=0) + ahead
-    scores = row_scores(found, tokens, slot, position, temperature, seed)
-    is_nan = (found != found) & is_there
-    is_finite = (tl.abs(found) < float("inf")) & is_there
-    own = row * tl.num_programs(1) + tile
-    tl.store(flags + own, tl.max(tl.where(is_nan, 1, 0), 1) * IS_NAN + tl.max(tl.where(is_finite, 1, 0), 1) * IS_FINITE,
-             mask=is_row)  # fmt: skip
-    scores = tl.where(is_there & (found == found), scores, float("-inf"))
-    left = tl.where(is_there, tokens[None, :], MISSING)
-    for j in tl.static_range(COUNT):
-        top = tl.max(scores, 1)
-        token = tl.min(tl.where(scores == top[:, None], left, MISSING), 1)
-        if j == 0:
-            share = tl.exp(scores - tl.maximum(top, LOWEST)[:, None])
-            tl.store(sums + own, tl.sum(share, 1), mask=is_row)
-        tl.store(best + own * COUNT + j, top, mask=is_row)
-        tl.store(best_ids + own * COUNT + j, token, mask=is_row)
-        is_taken = left == token[:, None]
-        scores = tl.where(is_taken, float("-inf"), scores)
-        left = tl.where(is_taken, MISSING, left)
+    else:
+        tokens = column
+        if ids is not None:
+            tokens = tl.load(ids + column, mask=is_column, other=0)
+        position = tl.load(positions + row, mask=is_row, other=0) + ahead
+        scores = row_scores(found, tokens, slot, position, temperature, seed)
+        scores = tl.where(is_there & (found == found), scores, float("-inf"))
+        left = tl.where(is_there, tokens[None, :], MISSING)
+        own = row * tl.num_programs(1) + tile
+        is_nan = tl.max(tl.where(is_there & (found != found), IS_NAN, 0), 1)
+        is_finite = tl.max(tl.where(is_there & (tl.abs(found) < float("inf")), IS_FINITE, 0), 1)
+        tl.store(flags + own, is_nan + is_finite, mask=is_row)
+        for j in tl.static_range(COUNT):
+            top = tl.max(scores, 1)
+            token = tl.min(tl.where(scores == top[:, None], left, MISSING), 1)
+            if j == 0:
+                share = tl.exp(scores - tl.maximum(top, LOWEST)[:, None])
+                tl.store(sums + own, tl.sum(share, 1), mask=is_row)
+            tl.store(best + own * COUNT + j, top, mask=is_row)
+            tl.store(best_ids + own * COUNT + j, token, mask=is_row)
+            is_taken = left == token[:, None]
+            scores = tl.where(is_taken, float("-inf"), scores)
+            left = tl.where(is_taken, MISSING, left)
 
 
 @triton.jit(do_not_specialize=["otherwise"])

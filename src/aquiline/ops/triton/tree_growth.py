@@ -22,8 +22,8 @@ from torch import Tensor
 from aquiline.ops.triton.head_draw import MISSING, MOST_BEST
 from aquiline.ops.triton.launch import Launch, check_float32, check_integers, size_of
 
-PARTS = 64
-"""Candidates that are compared with all others at once."""
+COMPARED = 8192
+"""Pairs of candidates that one program compares at once: more do not fit in its registers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +167,7 @@ def choose_kernel(
     parent = tl.where(above < 0, 0, tl.gather(number, tl.maximum(above, 0), 0))
     tl.store(parents + node, parent, mask=is_chosen)
     at, on = place, depth
-    for back in tl.static_range(WIDTH - 1):
-        level: tl.constexpr = WIDTH - 1 - back
+    for level in tl.static_range(WIDTH - 1, 0, -1):
         is_on = on == level
         tl.store(paths + node * WIDTH + level, tl.where(is_on, tl.gather(number, at, 0), 0), mask=is_chosen)
         at = tl.where(is_on, tl.maximum(tl.gather(above, at, 0), 0), at)
@@ -244,8 +243,8 @@ def choose_nodes(slots: Tensor, candidates: Candidates, top_k: int, nodes: TreeN
     return Launch(
         "TREE_NODES", choose_kernel, (B,),
         (slots, candidates.tokens, candidates.scores, candidates.parents, *written, N),
-        {"C": C, "K": top_k, "WIDTH": width, "BLOCK": block, "PART": min(PARTS, block)},
-        num_warps=8, bytes=size_of(candidates.tokens, candidates.scores, candidates.parents, *written),
+        {"C": C, "K": top_k, "WIDTH": width, "BLOCK": block, "PART": max(1, min(block, COMPARED // block))},
+        num_warps=8 if block <= 1024 else 16, bytes=size_of(candidates.tokens, candidates.scores, candidates.parents, *written),
     )  # fmt: skip
 
 
