@@ -124,7 +124,9 @@ class TargetForward(Forward):
         """The whole forward."""
         model, layers = self.model, self.model.layers
         scale = model.config.embed_scale
-        found = [embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)]
+        found = [
+            embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)
+        ]
         found.append(self.norm("ATTENTION_FMHA.norm", self.hidden, layers[0]["input_norm"], self.normed))
         for index, layer in enumerate(layers):
             found += [*self.attend(index, layer, self.normed), *self.finish_layer(layer)]

@@ -11,16 +11,17 @@ from torch import Tensor
 from aquiline.backends.base import Decode, Pending, Sizes, StepInput
 from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, bucket, draw
 from aquiline.backends.gpu.forward import Workspace
-from aquiline.backends.gpu.launches import Bucket, DraftParts, Machine
+from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
 from aquiline.backends.gpu.mailbox import ROOM, MailedState
 from aquiline.backends.gpu.pages import GpuPages
-from aquiline.backends.gpu.perf import PerfWatch
 from aquiline.backends.gpu.program import Program
-from aquiline.backends.gpu.program_step import Fit, JoinedStep, ProgramStep, fit, numbers_of, without_decodes
+from aquiline.backends.gpu.program_step import ProgramStep, fit, numbers_of
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.draw import filtered
 from aquiline.backends.torch.slot_state import HostSlot, RowSampling
 from aquiline.backends.torch.torch_backend import TorchBackend
+from aquiline.ops.host_buffer import HostBuffer
+from aquiline.ops.perf_watch import PerfWatch
 from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.spec.drafting import Drafting
 
@@ -55,18 +56,21 @@ class GpuBackend(TorchBackend):
             self._extend(extend)
         self._tell(step)
         hosts = [self.state.hosts[decode.slot] for decode in step.decodes]
-        found = fit(step.decodes, hosts)
+        way, reason = fit(step.decodes, hosts)
         if self.perf is not None:
-            self._watch_choice(step.decodes, hosts, found)
-        if not step.decodes or found.reason:
+            self._watch_choice(self.perf, step.decodes, hosts, reason)
+        if not step.decodes or reason:
             return super().step(step._replace(extends=(), admits=(), pages=()))
-        decoded = self._run(step, hosts, found)
-        return JoinedStep(decoded, super().step(without_decodes(step))) if step.chunks else decoded
+        program, buffer = self._run(step.decodes, hosts, way)
+        chunks = super().step(StepInput(chunks=step.chunks)) if step.chunks else None
+        return ProgramStep(program, step.decodes, hosts, buffer, step.with_trees, self.perf, chunks)
 
-    def _run(self, step: StepInput, hosts: list[HostSlot], found: Fit) -> ProgramStep:
-        """Issue the step's decodes as a program."""
-        state, way, decodes = self._machine.state, found.way, step.decodes
-        growing = [(decode.slot, host) for decode, host in zip(decodes, hosts, strict=True) if decode.drafting.max_depth]
+    def _run(self, decodes: tuple[Decode, ...], hosts: list[HostSlot], way: Drafting) -> tuple[Program, HostBuffer]:
+        """Issue decodes as a program, and the copy of its outcome."""
+        state = self._machine.state
+        growing = [
+            (decode.slot, host) for decode, host in zip(decodes, hosts, strict=True) if decode.drafting.max_depth
+        ]
         behind = [pair for pair in growing if pair[1].max_lag > way.max_depth + 1]
         if behind:
             self._catch_up(behind)
@@ -85,7 +89,7 @@ class GpuBackend(TorchBackend):
             num_tokens = decode.drafting.max_depth + 1
             host.max_lag = num_tokens + (0 if decode.drafting.is_speculative else host.max_lag)
             host.grow(num_tokens)
-        return ProgramStep(program, decodes, hosts, buffer, step.with_trees, self.perf)
+        return program, buffer
 
     def _catch_up(self, behind: list[tuple[int, HostSlot]]) -> None:
         """Write the draft keys of slots that lack more than a program's pass writes."""
@@ -103,15 +107,16 @@ class GpuBackend(TorchBackend):
         self.perf = PerfWatch(self.device, is_strict)
         return self.perf
 
-    def _watch_choice(self, decodes: tuple[Decode, ...], hosts: list[HostSlot], found: Fit) -> None:
-        """Note decodes that no program holds, and slots that may draft and do not."""
-        assert self.perf is not None
-        if decodes and found.reason:
-            self.perf.note("fallback", found.reason)
+    def _watch_choice(
+        self, perf: PerfWatch, decodes: tuple[Decode, ...], hosts: list[HostSlot], reason: str
+    ) -> None:  # fmt: skip
+        """Note decodes that no program holds, for this reason, and slots that may draft and do not."""
+        if decodes and reason:
+            perf.note("fallback", reason)
         for decode, host in zip(decodes, hosts, strict=True):
             left = host.admit.num_prompt + host.admit.sampling.max_tokens - host.max_root - 1
             if host.admit.drafts and not decode.drafting.is_speculative and left > 1:
-                self.perf.note("multi-token off", f"slot {decode.slot} with {left} tokens left")
+                perf.note("multi-token off", f"slot {decode.slot} with {left} tokens left")
 
     def _program(self, way: Drafting, hosts: list[HostSlot]) -> Program:
         """The program for a way to draft and so many slots with so long texts, built when it is first needed."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.gpu.forward import DraftForward
-from aquiline.backends.gpu.launches import Bucket, Call, DraftParts, Launches, Machine
+from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
 from aquiline.backends.gpu.pages import RowBuffers
 from aquiline.ops.triton.accept import copy_rows
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, pick_children, pick_draws
 from aquiline.ops.triton.launch import Launch
+from aquiline.ops.triton.launches import Call, Launches
 from aquiline.ops.triton.norm import norm
 from aquiline.ops.triton.tree_growth import (
     Beam,

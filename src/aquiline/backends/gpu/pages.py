@@ -73,7 +73,6 @@ class RowBuffers:
         return cls(rows, tokens, columns)
 
 
-
 @dataclass(frozen=True, eq=False)
 class EagerRows:
     """The rows of a forward outside of programs. columns int32 [7, M]: slots, positions, write, context_len, key_start,

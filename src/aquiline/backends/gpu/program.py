@@ -16,12 +16,14 @@ from torch import Tensor
 
 from aquiline.backends.gpu.forward import TargetForward, fuse
 from aquiline.backends.gpu.growth import Growth
-from aquiline.backends.gpu.launches import Bucket, Call, Launches, Machine
-from aquiline.backends.gpu.mailbox import DEPTH, HostBuffer
+from aquiline.backends.gpu.machine import Bucket, Machine
+from aquiline.backends.gpu.mailbox import DEPTH
 from aquiline.backends.gpu.pages import RowBuffers
+from aquiline.ops.host_buffer import HostBuffer
 from aquiline.ops.triton.accept import KeptPaths, accept_paths, copy_rows, keep_paths, move_keys
 from aquiline.ops.triton.check_rows import check_rows
 from aquiline.ops.triton.head_draw import TileBest, VocabularyHead, best_by_tile, pick_draws
+from aquiline.ops.triton.launches import Call, Launches
 from aquiline.ops.triton.tree_growth import TreeNodes
 from aquiline.ops.triton.tree_rows import tree_rows
 from aquiline.spec.drafting import Drafting, Dynamic, Static

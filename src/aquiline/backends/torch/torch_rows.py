@@ -40,7 +40,15 @@ def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees,
     keys = torch.where(trees.is_node(), base[:, None] + torch.arange(N, device=state.device), -1)
     positions, first = base[:, None] + trees.depths, torch.zeros_like(base)
     return RowBlock(
-        slots, trees.tokens, positions, keys, positions, base[:, None].expand(-1, N), trees.levels(on_path), first, longest
+        slots,
+        trees.tokens,
+        positions,
+        keys,
+        positions,
+        base[:, None].expand(-1, N),
+        trees.levels(on_path),
+        first,
+        longest,
     )
 
 

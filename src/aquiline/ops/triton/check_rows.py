@@ -51,7 +51,10 @@ def check_rows(rows: DeviceRows, num_pages: int, limit: int, broken: Tensor) -> 
     check_integers("broken", broken, B, like=rows.slots)
     path = rows.slots if rows.path is None else rows.path
     constants = {"GROUP": rows.group, "LEVELS": rows.levels, "PAGE": rows.page_size}
-    constants |= {"BLOCK": triton.next_power_of_2(rows.group), "BLOCK_LEVELS": triton.next_power_of_2(max(1, rows.levels))}
+    constants |= {
+        "BLOCK": triton.next_power_of_2(rows.group),
+        "BLOCK_LEVELS": triton.next_power_of_2(max(1, rows.levels)),
+    }
     return Launch(
         "CHECK_ROWS", check_kernel, (B,),
         (rows.slots, rows.write, rows.context_len, rows.tail_len, path, rows.page_table, broken, path.stride(0),

@@ -1,9 +1,8 @@
-"""What programs are made of: launches in order, under the names of a trace's ranges, and what all programs share."""
+"""What a program is for, and what all programs of a backend share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,39 +11,9 @@ from aquiline.backends.gpu.mailbox import MailedState
 from aquiline.backends.gpu.pages import GpuPages
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.ops.triton.head_draw import DrawRows
-from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tree_rows import DeviceSlots
 from aquiline.spec.drafting import Drafting
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of torch that copies between buffers, beside the launches of kernels."""
-
-    name: str
-    function: Callable[[], object]
-
-    def run(self) -> None:
-        """Issue it on the current stream."""
-        self.function()
-
-
-@dataclass(eq=False)
-class Launches:
-    """Launches in order. Each name begins with that of a range in a trace (bench/suite/stages.py), up to a dot."""
-
-    each: list[Launch | Call] = field(default_factory=list)
-
-    def add(self, name: str, *launches: Launch | Call) -> None:
-        """Add launches of a range; those that have its name already keep theirs."""
-        for own in launches:
-            self.each.append(own if own.name.startswith(name) else replace(own, name=f"{name}.{own.name}"))
-
-    def run(self) -> None:
-        """Issue them all."""
-        for own in self.each:
-            own.run()
 
 
 @dataclass(frozen=True)
