@@ -1,4 +1,4 @@
-"""Decode steps as programs: the twin's trees and texts, whatever draws, drafts or runs beside; and replays are steps."""
+"""Decode steps as programs: the twin's trees and texts, whatever drafts or runs beside; and replays are steps."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aquiline.errors import PerfViolation
 
 Rule = Literal["fallback", "untuned", "multi-token off", "host read", "allocation", "compile", "broken mask"]
-"""fallback: a step of decodes that no program holds; untuned: a kernel whose shape has no entry in the table; multi-token
-off: a slot that may draft does not, before the request's last token; host read: the host waits for a value; allocation:
-memory of the device; compile: a program that is built; broken mask: rows that see what they must not."""
+"""fallback: a step of decodes that no program holds; untuned: a kernel whose shape has no entry in the table;
+multi-token off: a slot that may draft does not, before the request's last token; host read: the host waits for a value;
+allocation: memory of the device; compile: a program that is built; broken mask: rows that see what they must not."""
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "equal", "bincount")
 FREE = ("aten.copy_", "aten.slice", "aten.select", "aten.view", "aten.detach", "aten.alias")
@@ -23,8 +23,8 @@ FREE = ("aten.copy_", "aten.slice", "aten.select", "aten.view", "aten.detach", "
 
 
 class PerfWatch(TorchDispatchMode):
-    """Rules that were broken since the warm-up, each breach once. is_strict: the first raises PerfViolation. As a mode it
-    watches the host's part of a step, which sends a message and asks for an outcome."""
+    """Rules that were broken since the warm-up, each breach once. is_strict: the first raises PerfViolation. As a mode
+    it watches the host's part of a step, which sends a message and asks for an outcome."""
 
     def __init__(self, device: torch.device, is_strict: bool = False) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class Workspace:
     those built before keep what they have. tiles: how attention is cut, for all of them."""
 
     memory: Tensor
-    tiles: AttentionTiles = AttentionTiles()
+    tiles: AttentionTiles
 
     def floats(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Room for tensors that are in use together."""

@@ -91,6 +91,9 @@ class GpuBackend(TorchBackend):
             host.grow(num_tokens)
         return program, buffer
 
+    def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        return draw(filtered(logits, sampling) if sampling.filters else logits, sampling)
+
     def _catch_up(self, behind: list[tuple[int, HostSlot]]) -> None:
         """Write the draft keys of slots that lack more than a program's pass writes."""
         assert self._draft is not None
@@ -106,6 +109,9 @@ class GpuBackend(TorchBackend):
         """The warm-up is over: from now on watch the rules of PERF mode. is_strict: the first breach raises."""
         self.perf = PerfWatch(self.device, is_strict)
         return self.perf
+
+    def watch_perf(self) -> list[str]:  # noqa: D102
+        return self.watch().violations
 
     def _watch_choice(
         self, perf: PerfWatch, decodes: tuple[Decode, ...], hosts: list[HostSlot], reason: str

@@ -18,9 +18,9 @@ from aquiline.spec.drafting import Drafting
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a program is for. way: how its trees grow, NoDraft for plain decoding; num_decodes: a power of two; spans: of
-    keys that a row may see; keeps_features: whether any of its slots may ever ask for the draft; is_checked: whether a
-    kernel checks what the trees' rows see."""
+    """What a program is for. way: how its trees grow, NoDraft for plain decoding; num_decodes: a power of two; spans:
+    of keys that a row may see; keeps_features: whether any of its slots may ever ask for the draft; is_checked: whether
+    a kernel checks what the trees' rows see."""
 
     way: Drafting
     num_decodes: int

@@ -1,5 +1,7 @@
-"""The state of slots, whose changes the host sends as messages: each is copied once, through a pinned buffer that is used
-again after `DEPTH` messages, when the copy is long over."""
+"""The state of slots, whose changes the host sends as messages.
+
+A message is copied once, through a pinned buffer that is used again after `DEPTH` messages: then the copy is long over.
+"""
 
 from __future__ import annotations
 

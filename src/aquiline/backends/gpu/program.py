@@ -31,8 +31,9 @@ from aquiline.spec.tree import static_shape
 
 
 class Program:
-    """The launches of a bucket. outcome int32 [B, 4 + 2 (D + 1) + 3 N]: the root before the step, the number of accepted
-    drafts, draft_end, broken rows; the kept nodes and tokens by level; the tree's tokens, parents and depths."""
+    """The launches of a bucket. outcome int32 [B, 4 + 2 (D + 1) + 3 N]: the root before the step, the number of
+    accepted drafts, draft_end, broken rows; the kept nodes and tokens by level; the tree's tokens, parents and
+    depths."""
 
     def __init__(self, machine: Machine, bucket: Bucket) -> None:
         self.machine, self.bucket, self.device = machine, bucket, machine.state.device

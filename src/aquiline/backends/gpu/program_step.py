@@ -1,4 +1,4 @@
-"""A step that a program runs: what the host tells it, and its outcome through a pinned buffer, read when it is asked for."""
+"""A step that a program runs: what the host tells it, and its outcome, which is read when it is asked for."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def fit(decodes: tuple[Decode, ...], hosts: list[HostSlot]) -> tuple[Drafting, s
 
 @dataclass(frozen=True, eq=False)
 class ProgramStep:
-    """A step's decodes that were issued as a program. buffer: where the outcome is copied to; hosts: the slots; chunks: those
-    of the step, which ran beside."""
+    """A step's decodes that were issued as a program. buffer: where the outcome is copied to; hosts: the slots; chunks:
+    those of the step, which ran beside."""
 
     program: Program
     decodes: tuple[Decode, ...]

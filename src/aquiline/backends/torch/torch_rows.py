@@ -17,9 +17,9 @@ class RowBlock:
 
     slots [b]; tokens [b, n]; positions [b, n]: of the rotation; keys [b, n]: the KV indices at which the rows' own keys
     are written, -1 for those that are not. order [b, n]: how many keys stand before the row on its path. A row sees key
-    number j for first <= j <= order, first [b], and in a layer with a window only j > order - window. Key number j stands at
-    KV index j up to base [b, n], and behind it at base + path[j - base], path [b, n, D + 1]. longest: every KV index
-    that is seen is below it."""
+    number j for first <= j <= order, first [b], and in a layer with a window only j > order - window. Key number j
+    stands at KV index j up to base [b, n], and behind it at base + path[j - base], path [b, n, D + 1]. longest: every
+    KV index that is seen is below it."""
 
     slots: Tensor
     tokens: Tensor
