@@ -307,8 +307,9 @@ class Watched(Protocol):
 class Pair(Protocol):
     """A target and an optional draft, loaded into one backend's layout. Any number of backends share its weights.
 
-    name: "native", "torch" or "gpu", for results. is_exact: whether text is bit for bit the same with speculation on or off.
-    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8", on a GPU also "float16"."""
+    name: "native", "torch" or "gpu", for results. is_exact: whether text is bit for bit the same with speculation on or
+    off. arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8", on a GPU also
+    "float16"."""
 
     name: str
     is_exact: bool

@@ -35,7 +35,7 @@ class Workspace:
         sizes = [-(-torch.Size(shape).numel() // 16) * 16 for shape in shapes]
         if sum(sizes) > len(self.memory):
             self.memory = torch.empty(sum(sizes), device=self.memory.device)
-        parts = self.memory[: sum(sizes)].split(sizes)
+        parts = torch.split(self.memory[: sum(sizes)], sizes)
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

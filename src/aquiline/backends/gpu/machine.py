@@ -57,7 +57,7 @@ class Machine:
     def decodes(self, count: int) -> tuple[Tensor, ...]:
         """Three tensors int32 [count], which the message fills: the slots that decode, those whose trees grow, -1 for
         none, and the nodes of each tree."""
-        return self.state.more.view(3, -1)[:, :count].unbind(0)
+        return tuple(self.state.more.view(3, -1)[:, :count])
 
     def drawing(self, rows: DeviceRows, ahead: int) -> DrawRows:
         """How rows draw the token that stands `ahead` of their positions."""

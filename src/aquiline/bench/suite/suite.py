@@ -115,7 +115,8 @@ class LoadRun:
         self, llm: LLM, prompts: list[list[int]], settings: dict[str, Drafting], simulated: SimulatedBackend | None,
         progress: Progress,
     ) -> tuple[dict[str, list[Run]], dict[str, list[str]]]:  # fmt: skip
-        """The measured runs of every setting, and the rules of PERF mode that they broke. Each round, warm-up included, begins with another setting."""
+        """The measured runs of every setting, and the rules of PERF mode that they broke. Each round, warm-up included,
+        begins with another setting."""
         measured: dict[str, list[Run]] = {name: [] for name in settings}
         violations: dict[str, list[str]] = {name: [] for name in settings}
         backend = llm.engine.backend if simulated is None else simulated.inner
