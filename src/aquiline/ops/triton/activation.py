@@ -19,13 +19,12 @@ def activated(gate, up, limit, KIND: tl.constexpr):
     """The activation of gate and up, float32 of any shape; KIND counts in KINDS."""
     if KIND == 0:
         return gate * tl.sigmoid(gate) * up
-    elif KIND == 1:  # tanh(y) = 2 sigmoid(2 y) - 1
+    if KIND == 1:  # tanh(y) = 2 sigmoid(2 y) - 1
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * tl.sigmoid(2.0 * inner) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return (up + 1.0) * (gate * tl.sigmoid(1.702 * gate))
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * (gate * tl.sigmoid(1.702 * gate))
 
 
 @triton.jit

@@ -44,11 +44,28 @@ class AttentionTiles:
     span: int = 512
     block: int = 64
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 5  # page numbers are read three blocks ahead, keys and values two
+
+    @classmethod
+    def of(cls, D: int) -> AttentionTiles:
+        """The tiles of heads of a size: one block less ahead where two would not fit a small card's shared memory."""
+        return cls(num_stages=5 if D <= 128 else 3)
 
     def __post_init__(self) -> None:
         if self.span % self.block or self.block < 16 or self.block & (self.block - 1):
             raise ValueError(f"block={self.block}; make it a power of two from 16 on that divides span={self.span}")
+
+
+@triton.jit
+def places_seen(key_start, context_len, tail_len, row, is_live, WINDOW: tl.constexpr):
+    """The first place that a row sees, the place where its tail begins, and the end of its places; zeros for dead rows.
+    For one row, or a vector of rows."""
+    context = tl.load(context_len + row, mask=is_live, other=0)
+    end = context + tl.load(tail_len + row, mask=is_live, other=0)
+    start = tl.load(key_start + row, mask=is_live, other=0)
+    if WINDOW > 0:
+        start = tl.maximum(start, end - WINDOW)
+    return start, context, end
 
 
 @triton.jit
@@ -99,12 +116,7 @@ def spans_kernel(
     row = first_row + lane_row
     slot_of_lane = tl.load(slots + row, mask=is_lane, other=-1)
     is_live = slot_of_lane >= 0
-    context = tl.load(context_len + row, mask=is_live, other=0)
-    tail = tl.load(tail_len + row, mask=is_live, other=0)
-    end = context + tail
-    start = tl.load(key_start + row, mask=is_live, other=0)
-    if WINDOW > 0:
-        start = tl.maximum(start, end - WINDOW)
+    start, context, end = places_seen(key_start, context_len, tail_len, row, is_live, WINDOW)
     lowest = tl.min(tl.where(is_live, start, NOWHERE), 0)
     highest = tl.max(end, 0)
     first = tl.program_id(2) * SPAN
@@ -112,14 +124,14 @@ def spans_kernel(
         return
     table = page_table + tl.max(slot_of_lane, 0) * table_stride
     column = tl.arange(0, D_PADDED)
-    query = (row.to(tl.int64) * HQ + kv_head * (HQ // HKV) + in_group)
+    query = row.to(tl.int64) * HQ + kv_head * (HQ // HKV) + in_group
     is_query = is_live[:, None] & (column < D)[None, :]
     queries = tl.load(q + query[:, None] * D + column[None, :], mask=is_query, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     weighted = tl.zeros((TILE, D_PADDED), tl.float32)
     # The block in which the first tail begins, and all behind it, are gathered row by row.
-    tails = tl.min(tl.where(tail > 0, context, NOWHERE), 0) // BLOCK * BLOCK
+    tails = tl.min(tl.where(end > context, context, NOWHERE), 0) // BLOCK * BLOCK
     for block in range(0, SPAN, BLOCK):
         index = first + block + tl.arange(0, BLOCK)
         is_read = (index >= lowest) & (index < highest) & (index < tails)
@@ -128,9 +140,9 @@ def spans_kernel(
             queries, k_cache, v_cache, table, index, is_read, visible, top, total, weighted, scale, column, kv_head,
             HKV, D, PAGE, OPERAND,
         )  # fmt: skip
-    if TAIL_BLOCKS > 0:
+    if TAIL_BLOCKS > 0:  # noqa: SIM102  known to the compiler, what follows is not
         if tails < first + SPAN:
-            for step in range(TAIL_BLOCKS * ROWS):
+            for step in tl.range(0, TAIL_BLOCKS * ROWS, num_stages=2):
                 node = step % ROWS
                 is_node = is_live & (lane_row == node)
                 node_context = tl.max(tl.where(is_node, context, 0), 0)
@@ -163,10 +175,7 @@ def fold_spans_kernel(
     head = tl.program_id(1)
     if tl.load(slots + row) < 0:
         return
-    end = tl.load(context_len + row) + tl.load(tail_len + row)
-    start = tl.load(key_start + row)
-    if WINDOW > 0:
-        start = tl.maximum(start, end - WINDOW)
+    start, _, end = places_seen(key_start, context_len, tail_len, row, True, WINDOW)
     first = (row.to(tl.int64) * HQ + head) * NUM_SPANS
     top = tl.full((1,), float("-inf"), tl.float32)
     if sinks is not None:  # a logit in powers of two, as scores are
@@ -174,7 +183,7 @@ def fold_spans_kernel(
         top = tl.maximum(top, sink)
     for begin in range(0, NUM_SPANS, FOLDED):
         span = begin + tl.arange(0, FOLDED)
-        is_seen = (span >= start // SPAN) & (span * SPAN < end)
+        is_seen = (span >= start // SPAN) & (span * SPAN < end) & (span < NUM_SPANS)
         top = tl.maximum(top, tl.max(tl.load(stats + (first + span) * 2, mask=is_seen, other=float("-inf")), 0))
     column = tl.arange(0, D_PADDED)
     total = tl.zeros((1,), tl.float32)
@@ -213,23 +222,26 @@ def attention(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
-    tiles: AttentionTiles = AttentionTiles(),
+    tiles: AttentionTiles | None = None,
 ) -> tuple[Launch, Launch]:
     """out [M, Hq * D] = the attention of q [M, Hq, D] over the keys that `rows` lets each row see.
 
     k_cache and v_cache [places, Hkv, D] as `heads` writes them. scale: what scores are multiplied with; window: keys
     that a row sees at most, its own included, 0 for all; sinks [Hq]: a logit per head that joins the softmax's
-    denominator. Every live row sees a key, and no more than the spans of scratch hold. Only keys that a row of its
-    slot sees are read. Dead rows are neither read nor written. Raises ValueError for buffers that do not fit."""
+    denominator; tiles: by default those of the head's size. Every live row sees a key, and no more than the spans of
+    scratch hold. Only keys that a row of its slot sees are read. Dead rows are neither read nor written. Raises
+    ValueError for buffers that do not fit."""
     M, Hq, D = q.shape
     Hkv, num_spans = k_cache.shape[1], scratch.sums.shape[2]
+    tiles = tiles or AttentionTiles.of(D)
     _check(name, q, k_cache, v_cache, rows, out, scratch, sinks)
     group, padded = Hq // Hkv, triton.next_power_of_2(D)
     per_tile = min(group, TILE_ROWS)
     num_rows, head_tiles = max(1, TILE_ROWS // per_tile), triton.cdiv(group, per_tile)
     tiles_per_group = triton.cdiv(rows.group, num_rows)
     tail_blocks = 0 if rows.path is None else (rows.levels + tiles.block - 2) // tiles.block + 1
-    context = num_spans * tiles.span
+    span = tiles.span
+    context = num_spans * span
     seen = min(context, window + rows.levels) if window else context
     read = M // rows.group * seen * Hkv * D * 2 * k_cache.element_size()
     spans = Launch(
@@ -238,8 +250,9 @@ def attention(
          scratch.sums, scratch.stats, scale * math.log2(math.e), rows.page_table.stride(0),
          0 if rows.path is None else rows.path.stride(0), num_spans, rows.group, tiles_per_group),
         {"HQ": Hq, "HKV": Hkv, "D": D, "D_PADDED": padded, "HEADS": per_tile, "HEAD_TILES": head_tiles,
-         "ROWS": num_rows, "PAGE": rows.page_size, "SPAN": tiles.span, "BLOCK": tiles.block,
-         "TAIL_BLOCKS": tail_blocks, "WINDOW": window, "TILE": TILE_ROWS, "OPERAND": operand_dtype(q.dtype, k_cache.dtype)},
+         "ROWS": num_rows, "PAGE": rows.page_size, "SPAN": span, "BLOCK": tiles.block,
+         "TAIL_BLOCKS": tail_blocks, "WINDOW": window, "TILE": TILE_ROWS,
+         "OPERAND": operand_dtype(q.dtype, k_cache.dtype)},
         tiles.num_warps, tiles.num_stages,
         bytes=read + size_of(q), flops=4 * M * Hq * D * seen,
     )  # fmt: skip
@@ -247,7 +260,7 @@ def attention(
         f"{name}.fold", fold_spans_kernel, (M, Hq),
         (scratch.sums, scratch.stats, rows.slots, rows.key_start, rows.context_len, rows.tail_len, sinks, out,
          out.stride(0)),
-        {"NUM_SPANS": num_spans, "HQ": Hq, "D": D, "D_PADDED": padded, "SPAN": tiles.span, "WINDOW": window},
+        {"NUM_SPANS": num_spans, "HQ": Hq, "D": D, "D_PADDED": padded, "SPAN": span, "WINDOW": window},
         bytes=size_of(scratch.sums, scratch.stats, out), flops=2 * M * Hq * D * num_spans,
     )  # fmt: skip
     return spans, fold

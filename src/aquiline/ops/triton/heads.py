@@ -126,4 +126,3 @@ def check_cache(name: str, k_cache: Tensor, v_cache: Tensor, Hkv: int, D: int, l
         check_contiguous(f"{name}'s {label}", cache)
         if cache.dtype != k_cache.dtype:
             raise ValueError(f"{name}'s {label} is {cache.dtype}, k_cache {k_cache.dtype}; give both one dtype")
-

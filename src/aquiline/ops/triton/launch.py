@@ -5,7 +5,7 @@ one by one, captured in a CUDA graph, or by Triton's interpreter on a CPU (TRITO
 buffers and returns a `Launch`; it launches and allocates nothing, and reads nothing of what the buffers hold.
 
 Kernels add up in float32 and in an order that follows from the position in the context and the model's shape alone.
-Nothing is fused into a multiply-add behind their back, so a sum's bits depend on neither the batch nor Triton's version.
+Nothing is fused into a multiply-add behind their back: a sum's bits depend on neither the batch nor Triton's version.
 """
 
 from __future__ import annotations

@@ -147,4 +147,3 @@ def linear(
         bytes=size_of(partials, bias, out), flops=tiles.num_splits * M * N,
     )  # fmt: skip
     return first, fold
-

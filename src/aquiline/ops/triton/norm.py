@@ -1,4 +1,4 @@
-"""Root-mean-square norms, with what a layer does around them in one launch: adding to the residual, keeping features."""
+"""Root-mean-square norms, with what a layer does around them: adding to the residual, keeping features."""
 
 from __future__ import annotations
 

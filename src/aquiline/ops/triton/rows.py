@@ -18,9 +18,9 @@ class DeviceRows:
 
     A row sees the KV indices [key_start, context_len) of its slot, in order, then tail_len more along its path: the
     t-th of these is KV index context_len - 1 + path[row, t], the row's own key the last. Chains, prompts and plain
-    rows have no tail: their context_len is their KV index + 1, tail_len 0. A tree's nodes share the context_len of
-    their root, root + 1; path names node numbers then. Windows and the order of sums go by place: the t-th key of the
-    tail stands at place context_len + t."""
+    rows have no tail: their context_len is their KV index + 1, tail_len 0. Where a group has tails, all its rows have
+    the context_len of the tree's root, root + 1, and path names node numbers. Windows and the order of sums go by
+    place: the t-th key of the tail stands at place context_len + t."""
 
     slots: Tensor  # [M]; -1: a dead row, which kernels neither read nor write
     positions: Tensor  # [M] rotary positions
