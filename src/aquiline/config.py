@@ -117,7 +117,7 @@ class PairConfig:
     )  # fmt: skip
 
     device: str = setting(
-        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; or a CUDA device of torch.",
+        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; cuda or cuda:N: Triton's kernels.",
         MODEL,
     )  # fmt: skip
     tensor_parallel_size: int = setting(

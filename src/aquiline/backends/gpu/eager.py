@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.backends.gpu.forward import DraftForward, Forward, TargetForward, Workspace, fuse
+from aquiline.backends.gpu.forward import DraftForward, TargetForward, Workspace, fuse
 from aquiline.backends.gpu.pages import EagerRows, RowBuffers
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.decoder import DecoderOutput

@@ -28,14 +28,14 @@ class Workspace:
     those built before keep what they have. tiles: how attention is cut, for all of them."""
 
     memory: Tensor
-    tiles: AttentionTiles = AttentionTiles()
+    tiles: AttentionTiles
 
     def floats(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Room for tensors that are in use together."""
         sizes = [-(-torch.Size(shape).numel() // 16) * 16 for shape in shapes]
         if sum(sizes) > len(self.memory):
             self.memory = torch.empty(sum(sizes), device=self.memory.device)
-        parts = self.memory[: sum(sizes)].split(sizes)
+        parts = torch.split(self.memory[: sum(sizes)], sizes)
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -124,7 +124,9 @@ class TargetForward(Forward):
         """The whole forward."""
         model, layers = self.model, self.model.layers
         scale = model.config.embed_scale
-        found = [embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)]
+        found = [
+            embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)
+        ]
         found.append(self.norm("ATTENTION_FMHA.norm", self.hidden, layers[0]["input_norm"], self.normed))
         for index, layer in enumerate(layers):
             found += [*self.attend(index, layer, self.normed), *self.finish_layer(layer)]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from aquiline.backends.base import Pending, Sizes, StepInput
+from aquiline.backends.base import Decode, Pending, Sizes, StepInput
 from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, bucket, draw
 from aquiline.backends.gpu.forward import Workspace
+from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
 from aquiline.backends.gpu.mailbox import ROOM, MailedState
 from aquiline.backends.gpu.pages import GpuPages
-from aquiline.backends.gpu.program import Bucket, Machine, Program
-from aquiline.backends.gpu.program_step import Fit, JoinedStep, ProgramStep, fit, numbers_of, without_decodes
+from aquiline.backends.gpu.program import Program
+from aquiline.backends.gpu.program_step import ProgramStep, fit, numbers_of
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.draw import filtered
 from aquiline.backends.torch.slot_state import HostSlot, RowSampling
 from aquiline.backends.torch.torch_backend import TorchBackend
+from aquiline.ops.host_buffer import HostBuffer
+from aquiline.ops.perf_watch import PerfWatch
 from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.spec.drafting import Drafting
 
@@ -33,10 +39,14 @@ class GpuBackend(TorchBackend):
         workspace = Workspace(torch.empty(0, device=device), tiles)
         head = None if draft is None else EagerDraft(draft, workspace)
         super().__init__(EagerTarget(target, workspace), head, kv_dtype, state)
-        own = self._draft
-        storage = (None, None) if own is None else (own.storage, own.fused)
-        self._machine = Machine(target, draft, self.storage, *storage, state, workspace)
-        self._programs: dict[Bucket, Program] = {}
+        parts = None
+        if draft is not None and self._draft is not None:
+            parts = DraftParts(draft, cast(GpuPages, self._draft.storage), self._draft.fused)
+        self._machine = Machine(target, cast(GpuPages, self.storage), state, workspace, parts)
+        self.programs: dict[Bucket, Program] = {}
+        self.perf: PerfWatch | None = None
+        self.checks_masks = False  # whether programs that are built from now on check what their rows see
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs
 
     @torch.inference_mode()
     def step(self, step: StepInput) -> Pending:  # noqa: D102
@@ -46,16 +56,21 @@ class GpuBackend(TorchBackend):
             self._extend(extend)
         self._tell(step)
         hosts = [self.state.hosts[decode.slot] for decode in step.decodes]
-        found = fit(step.decodes, hosts)
-        if not step.decodes or found.reason:
+        way, reason = fit(step.decodes, hosts)
+        if self.perf is not None:
+            self._watch_choice(self.perf, step.decodes, hosts, reason)
+        if not step.decodes or reason:
             return super().step(step._replace(extends=(), admits=(), pages=()))
-        decoded = self._run(step, hosts, found)
-        return JoinedStep(decoded, super().step(without_decodes(step))) if step.chunks else decoded
+        program, buffer = self._run(step.decodes, hosts, way)
+        chunks = super().step(StepInput(chunks=step.chunks)) if step.chunks else None
+        return ProgramStep(program, step.decodes, hosts, buffer, step.with_trees, self.perf, chunks)
 
-    def _run(self, step: StepInput, hosts: list[HostSlot], found: Fit) -> ProgramStep:
-        """Issue the step's decodes as a program."""
-        state, way, decodes = self._machine.state, found.way, step.decodes
-        growing = [(decode.slot, host) for decode, host in zip(decodes, hosts, strict=True) if decode.drafting.max_depth]
+    def _run(self, decodes: tuple[Decode, ...], hosts: list[HostSlot], way: Drafting) -> tuple[Program, HostBuffer]:
+        """Issue decodes as a program, and the copy of its outcome."""
+        state = self._machine.state
+        growing = [
+            (decode.slot, host) for decode, host in zip(decodes, hosts, strict=True) if decode.drafting.max_depth
+        ]
         behind = [pair for pair in growing if pair[1].max_lag > way.max_depth + 1]
         if behind:
             self._catch_up(behind)
@@ -64,13 +79,20 @@ class GpuBackend(TorchBackend):
         if state.num_changes + numbers.size > ROOM:
             state.write_changes()
         state.assign_words(state.more.storage_offset(), numbers)
-        state.post_changes()
-        program.run()
+        with self.perf or nullcontext():
+            state.post_changes()
+        with nullcontext() if self.perf is None else self.perf.device_part():
+            program.run()
+        with self.perf or nullcontext():
+            buffer = program.told()
         for decode, host in zip(decodes, hosts, strict=True):
             num_tokens = decode.drafting.max_depth + 1
             host.max_lag = num_tokens + (0 if decode.drafting.is_speculative else host.max_lag)
             host.grow(num_tokens)
-        return ProgramStep(program, decodes, hosts, program.told(), step.with_trees)
+        return program, buffer
+
+    def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        return draw(filtered(logits, sampling) if sampling.filters else logits, sampling)
 
     def _catch_up(self, behind: list[tuple[int, HostSlot]]) -> None:
         """Write the draft keys of slots that lack more than a program's pass writes."""
@@ -83,11 +105,37 @@ class GpuBackend(TorchBackend):
         for _, host in behind:
             host.max_lag = 0
 
+    def watch(self, is_strict: bool = False) -> PerfWatch:
+        """The warm-up is over: from now on watch the rules of PERF mode. is_strict: the first breach raises."""
+        self.perf = PerfWatch(self.device, is_strict)
+        return self.perf
+
+    def watch_perf(self) -> list[str]:  # noqa: D102
+        return self.watch().violations
+
+    def _watch_choice(
+        self, perf: PerfWatch, decodes: tuple[Decode, ...], hosts: list[HostSlot], reason: str
+    ) -> None:  # fmt: skip
+        """Note decodes that no program holds, for this reason, and slots that may draft and do not."""
+        if decodes and reason:
+            perf.note("fallback", reason)
+        for decode, host in zip(decodes, hosts, strict=True):
+            left = host.admit.num_prompt + host.admit.sampling.max_tokens - host.max_root - 1
+            if host.admit.drafts and not decode.drafting.is_speculative and left > 1:
+                perf.note("multi-token off", f"slot {decode.slot} with {left} tokens left")
+
     def _program(self, way: Drafting, hosts: list[HostSlot]) -> Program:
         """The program for a way to draft and so many slots with so long texts, built when it is first needed."""
         longest = max(host.max_root for host in hosts) + way.lookahead + 1
         spans = bucket(-(-longest // self._machine.workspace.tiles.span))
-        key = Bucket(way, bucket(len(hosts)), spans, any(host.admit.drafts for host in hosts))
-        if key not in self._programs:
-            self._programs[key] = Program(self._machine, key)
-        return self._programs[key]
+        key = Bucket(way, bucket(len(hosts)), spans, any(host.admit.drafts for host in hosts), self.checks_masks)
+        if key not in self.programs:
+            if self.perf is not None:
+                self.perf.note("compile", f"{key} after the warm-up")
+            self.programs[key] = program = Program(self._machine, key)
+            if self.device.type == "cuda":
+                state = self._machine.state
+                state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
+                state.write_changes()
+                program.capture(self._pool)
+        return self.programs[key]

@@ -1,18 +1,16 @@
-"""Messages between host and device through pinned buffers, each copied once and never waited for while a step is issued.
+"""The state of slots, whose changes the host sends as messages.
 
-A host buffer is used again after `DEPTH` messages: by then the copy from it, or its reading, is long over.
+A message is copied once, through a pinned buffer that is used again after `DEPTH` messages: then the copy is long over.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from aquiline.backends.base import Sizes
 from aquiline.backends.torch.slot_state import SlotState
+from aquiline.ops.host_buffer import HostBuffer
 from aquiline.ops.triton.message import write_words
 from aquiline.types import Int32
 
@@ -20,30 +18,6 @@ DEPTH = 4
 """Host buffers of each kind."""
 ROOM = 4096
 """Words that one message can set."""
-
-
-@dataclass(eq=False)
-class HostBuffer:
-    """Memory of the host that the device copies without waiting. busy: an event after the last copy; None on a CPU."""
-
-    memory: Tensor
-    busy: torch.cuda.Event | None
-
-    @classmethod
-    def new(cls, shape: tuple[int, ...], device: torch.device) -> HostBuffer:
-        """Pinned where the device is a GPU."""
-        is_cuda = device.type == "cuda"
-        return cls(torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda), torch.cuda.Event() if is_cuda else None)
-
-    def record(self) -> None:
-        """A copy was issued."""
-        if self.busy is not None:
-            self.busy.record()
-
-    def wait(self) -> None:
-        """Wait for the last copy that was issued."""
-        if self.busy is not None:
-            self.busy.synchronize()
 
 
 class MailedState(SlotState):

@@ -33,8 +33,8 @@ class Rotation:
 
 
 class GpuPages(TorchPages):
-    """Pages whose layers are [places, Hkv, Dh] each. full: the rotation of layers without a window; local: of those with
-    one."""
+    """Pages whose layers are [places, Hkv, Dh] each. full: the rotation of layers without a window; local: of those
+    with one."""
 
     def __init__(self, config: ModelConfig, state: SlotState, dtype: torch.dtype) -> None:
         super().__init__(config, state, dtype)
@@ -71,7 +71,6 @@ class RowBuffers:
         table = state.table
         rows = DeviceRows(slots, positions, write, key_start, context_len, tail_len, path, table, size, group)
         return cls(rows, tokens, columns)
-
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Weights on the device as kernels read them: linears and embeddings in one dtype, norms, biases and sinks in float32."""
+"""Weights on the device: linears and embeddings in one dtype, norms, biases and sinks in float32."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ class RowSampling:
 class SlotState:
     """The state of S slots, each number of it a word of one tensor, so that all changes of a step are written at once.
 
-    history [S, C + 1]: a slot's tokens by index, the last column is scratch; root, draft_end, first_draft_key [S]; table
-    [S, pages per slot]: the slot's pages; seed [S, 2]: the bits of its words; scratch: the place behind all pages. more
-    [num_more]: further words, for whoever runs the steps."""
+    history [S, C + 1]: a slot's tokens by index, the last column is scratch; root, draft_end, first_draft_key [S];
+    table [S, pages per slot]: the slot's pages; seed [S, 2]: the bits of its words; scratch: the place behind all
+    pages. more [num_more]: further words, for whoever runs the steps."""
 
     def __init__(self, sizes: Sizes, device: torch.device, num_more: int = 0) -> None:
         self.sizes, self.device, self.hosts = sizes, device, dict[int, HostSlot]()
@@ -82,7 +82,7 @@ class SlotState:
         lengths = [*(sizes.num_slots * width for width in self.widths.values()), num_more]
         self.words = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         self._changes: list[tuple[int, Int32]] = []  # first words, and what they and the next become
-        *parts, self.more = self.words.split(lengths)
+        *parts, self.more = torch.split(self.words, lengths)
         self.first_words = {name: part.storage_offset() for name, part in zip(self.widths, parts, strict=True)}
         views = {name: part.view(sizes.num_slots, -1) for name, part in zip(self.widths, parts, strict=True)}
         self.history, self.table, self.seed = (views[name] for name in ("history", "table", "seed"))

@@ -18,6 +18,7 @@ from aquiline.backends.base import (
     Decode,
     Drafts,
     Extend,
+    Pending,
     RowEdits,
     Scored,
     StepInput,
@@ -79,10 +80,10 @@ class TorchBackend:
         self.state.write_changes()
         return DraftedTrees(self._grow(step))
 
-    def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
+    def step(self, step: StepInput) -> Pending:  # noqa: D102
         return self.verify(step, self.draft(step))
 
-    def repeat(self, step: StepInput, most: int) -> list[IssuedStep]:  # noqa: D102
+    def repeat(self, step: StepInput, most: int) -> list[Pending]:  # noqa: D102
         return [self.step(step)]
 
     @torch.inference_mode()

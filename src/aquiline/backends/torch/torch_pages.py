@@ -49,8 +49,8 @@ class TorchPages:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """What the rows of a block see, as masks. read [b, T]: the places of the slots' first T KV indices; visible
-    [b, n, T]; order [b, n] and key_order [b, T]: how many keys stand before a row, or before a key, on its path; sliding
+    """What the rows of a block see, as masks. read [b, T]: the places of the slots' first T KV indices; visible [b, n,
+    T]; order [b, n] and key_order [b, T]: how many keys stand before a row, or before a key, on its path; sliding
     windows compare the two."""
 
     read: Tensor

@@ -64,7 +64,9 @@ class TorchPair:
                 round_linears(module, storage)
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
-        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], SlotState(sizes, self.decoder.embed.device))
+        return TorchBackend(
+            self.decoder, self.head, KV_DTYPES[self.kv_dtype], SlotState(sizes, self.decoder.embed.device)
+        )
 
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)

@@ -17,9 +17,9 @@ class RowBlock:
 
     slots [b]; tokens [b, n]; positions [b, n]: of the rotation; keys [b, n]: the KV indices at which the rows' own keys
     are written, -1 for those that are not. order [b, n]: how many keys stand before the row on its path. A row sees key
-    number j for first <= j <= order, first [b], and in a layer with a window only j > order - window. Key number j stands at
-    KV index j up to base [b, n], and behind it at base + path[j - base], path [b, n, D + 1]. longest: every KV index
-    that is seen is below it."""
+    number j for first <= j <= order, first [b], and in a layer with a window only j > order - window. Key number j
+    stands at KV index j up to base [b, n], and behind it at base + path[j - base], path [b, n, D + 1]. longest: every
+    KV index that is seen is below it."""
 
     slots: Tensor
     tokens: Tensor
@@ -40,7 +40,15 @@ def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees,
     keys = torch.where(trees.is_node(), base[:, None] + torch.arange(N, device=state.device), -1)
     positions, first = base[:, None] + trees.depths, torch.zeros_like(base)
     return RowBlock(
-        slots, trees.tokens, positions, keys, positions, base[:, None].expand(-1, N), trees.levels(on_path), first, longest
+        slots,
+        trees.tokens,
+        positions,
+        keys,
+        positions,
+        base[:, None].expand(-1, N),
+        trees.levels(on_path),
+        first,
+        longest,
     )
 
 

@@ -25,8 +25,8 @@ def message_kernel(words, message, BLOCK: tl.constexpr):
 
 
 def write_words(words: Tensor, message: Tensor) -> Launch:
-    """Write into `words` [n] what a message says, both int32: the number of pairs, then for each the place of a word and
-    its value. No place may stand twice. Raises ValueError for tensors that do not fit."""
+    """Write into `words` [n] what a message says, both int32: the number of pairs, then for each the place of a word
+    and its value. No place may stand twice. Raises ValueError for tensors that do not fit."""
     check_integers("words", words, words.numel())
     check_integers("message", message, message.numel(), like=words)
     room = (message.numel() - 1) // 2

@@ -1,0 +1,104 @@
+"""Decode steps as programs: the twin's trees and texts, whatever drafts or runs beside; and replays are steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
+from tests.gpu.pairs import MINI, MINI_DRAFT, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+
+from aquiline.backends.torch.torch_pair import TorchPair
+from aquiline.config import SamplingParams
+from aquiline.spec.drafting import Chain, Dynamic, NoDraft
+
+GREEDY = SamplingParams(max_tokens=64, seed=0)
+WAYS_HERE = {name: WAYS[name] for name in ("none", "chain3", "static", "dynamic")}
+
+
+def decoded(pair: Any, name: str, steps: int, **settings: Any) -> Text:
+    """A text after its prompt and some steps."""
+    player = new_player(pair)
+    text = player.add(words(6, 2), WAYS[name], SAMPLED, chunk=6, **settings)
+    for _ in range(1 + steps):
+        player.step()
+    if pair.name == "gpu":
+        assert backend_of(player).programs, "no program ran"
+    return text
+
+
+@pytest.mark.parametrize("name", WAYS_HERE)
+def test_a_step_is_the_twins(name: str) -> None:
+    ours, theirs = (decoded(pair, name, 3) for pair in (gpu_pair(), twin_pair()))
+    assert told(ours) == told(theirs)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["wide", "deep", "flat", "chain1"])
+def test_a_step_of_another_tree_is_the_twins(name: str) -> None:
+    ours, theirs = (decoded(pair, name, 2) for pair in (gpu_pair(), twin_pair()))
+    assert told(ours) == told(theirs)
+
+
+@pytest.mark.rare
+def test_drafting_changes_no_text() -> None:
+    """To the bit: where drafts are accepted and where they are not, and whatever the tree."""
+    plain = decoded(gpu_pair(), "none", 8).tokens
+    for name in ("chain3", "static", "dynamic"):
+        tokens = decoded(gpu_pair(), name, 6).tokens
+        assert tokens[: len(plain)] == plain[: len(tokens)]
+
+
+def mixed(player: Player) -> list[Text]:
+    """Chains of two lengths, plain decoding, a tree that follows; a prompt in chunks beside decodes; slots that end."""
+    first = player.add(words(5, 2), Chain(3), SAMPLED, chunk=5)
+    second = player.add(words(9, 3), Chain(1), GREEDY, chunk=6)
+    for _ in range(3):
+        player.step()
+    third = player.add(words(7, 4), NoDraft(), SAMPLED, chunk=4)
+    for _ in range(3):
+        player.step()
+    first.drafting = NoDraft()
+    for _ in range(4):
+        player.step([first, third])
+    first.drafting, second.drafting = Dynamic(), NoDraft()
+    player.step()
+    return player.texts
+
+
+@pytest.mark.rare
+def test_a_batch_is_the_twins() -> None:
+    player = new_player(gpu_pair())
+    ours, theirs = mixed(player), mixed(new_player(twin_pair()))
+    assert [told(text)[:2] for text in ours] == [told(text)[:2] for text in theirs]
+    assert {key.num_decodes for key in backend_of(player).programs} == {1, 2, 4}
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize(
+    "draft", [{"norm_feedback": True}, {"fc_norm": True, "norm_before_residual": True}], ids=["fed back", "normed"]
+)
+def test_drafts_of_other_producers(draft: dict[str, Any]) -> None:
+    config = dataclasses.replace(MINI_DRAFT, **draft)
+    pairs = new_gpu(MINI, config), TorchPair(*weights(MINI, config), "float32")
+    for name in ("chain3", "dynamic"):
+        ours, theirs = (decoded(pair, name, 2) for pair in pairs)
+        assert told(ours) == told(theirs)
+
+
+def test_a_program_is_replayed() -> None:
+    """What was built for one step runs others: nothing that the host decides, and no address, is inside."""
+    player, same = new_player(gpu_pair()), new_player(twin_pair())
+    texts = []
+    for own in (player, same):
+        own.add(words(5, 2), Chain(2), SAMPLED, chunk=5)
+        own.step(), own.step()
+    [(_, program)] = backend_of(player).programs.items()
+    recorded = list(program.launches.each)
+    for own in (player, same):
+        own.drop(own.texts[0])
+        texts.append(own.add(words(11, 7), Chain(2), GREEDY, chunk=11, slot=3))
+        own.step(), own.step(), own.step()
+    assert list(backend_of(player).programs.values()) == [program] and program.launches.each == recorded
+    assert told(texts[0]) == told(texts[1])
