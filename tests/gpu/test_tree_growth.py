@@ -61,20 +61,13 @@ class Growing:
     trees: Tensor
     live: Tensor
 
-    @property
-    def state(self) -> DeviceSlots:
-        own = self.draft.state
-        columns = (x.int() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
-        return DeviceSlots(*columns, own.sizes.page_size)
-
     def rows_of(self, count: int, level: int) -> DrawRows:
         """How `count` rows of each tree draw at a level."""
         own = self.draft.state
-        seed = own.seed.numpy().astype("uint32").view("int32")
         at = torch.zeros(len(self.trees), dtype=torch.int64)
         at[self.live] = self.roots.root + level - 1
         slots, positions = self.trees.repeat_interleave(count), at.int().repeat_interleave(count)
-        return DrawRows(slots, positions, own.temperature, torch.from_numpy(seed), ahead=2)
+        return DrawRows(slots, positions, own.temperature.clone(), own.seed.clone(), ahead=2)
 
     def find(self, outputs: Tensor, level: int, into: Candidates, first: int, k: int, above: Tensor | None) -> None:
         """The children of rows with outputs [4 m, H] of a level, entered from candidate `first` on."""
