@@ -19,7 +19,6 @@ from aquiline.backends.torch.decoder import Decoder
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.models.model_config import Experts
 from aquiline.spec.drafting import Chain, NoDraft
 
 
@@ -41,10 +40,9 @@ def test_settings_that_it_does_not_have(settings: dict[str, Any], problem: str) 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"experts": Experts(4, 2), "intermediate_size": 16}, "family='llama': experts have no GPU path yet"),
         ({"head_dim": 24, "hidden_size": 48}, "head_dim=24 has no kernel"),
     ],
-    ids=["experts", "head size"],
+    ids=["head size"],
 )
 def test_targets_that_have_no_kernels(change: dict[str, Any], problem: str) -> None:
     target, _ = weights_of(Decoder(dataclasses.replace(MINI, **change)), None)

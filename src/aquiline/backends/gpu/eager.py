@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.gpu.forward import DraftForward, TargetForward, Workspace, fuse
-from aquiline.backends.gpu.pages import EagerRows, RowBuffers
+from aquiline.backends.gpu.pages import EagerRows, RowBuffers, bucket
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.decoder import DecoderOutput
 from aquiline.backends.torch.ranks import ALONE
@@ -37,11 +37,6 @@ def run(launches: list[Launch]) -> None:
         launch.run()
 
 
-def bucket(count: int) -> int:
-    """The least power of two from count on."""
-    return 1 << (count - 1).bit_length()
-
-
 class EagerModel:
     """What both models have: forwards by their shape, and logits."""
 
@@ -54,7 +49,7 @@ class EagerModel:
     def _pieces(self, rows: EagerRows) -> Iterator[tuple[Any, list[Launch], slice]]:
         """For each piece of the rows the forward that holds it, filled, with its launches."""
         levels, spans = MAX_DEPTH * bool(rows.path.shape[1]), bucket(-(-rows.longest // self.workspace.tiles.span))
-        for piece in rows.pieces():
+        for piece in rows.pieces(self.model.config.experts):
             count = bucket(rows.columns[0, piece].shape[0])
             key = count, levels, rows.group, spans
             if key not in self._forwards:

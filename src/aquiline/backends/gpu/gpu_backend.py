@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import Decode, Pending, Sizes, StepInput
-from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, bucket, draw
-from aquiline.backends.gpu.forward import Workspace
-from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
+from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, draw
+from aquiline.backends.gpu.forward import Bucket, DraftParts, Machine, Workspace
 from aquiline.backends.gpu.mailbox import ROOM, MailedState
-from aquiline.backends.gpu.pages import GpuPages
-from aquiline.backends.gpu.program import Program
-from aquiline.backends.gpu.program_step import ProgramStep, fit, numbers_of
+from aquiline.backends.gpu.pages import GpuPages, bucket, most_rows
+from aquiline.backends.gpu.program import Program, ProgramStep, fit, numbers_of
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.draw import filtered
 from aquiline.backends.torch.slot_state import HostSlot, RowSampling
@@ -57,6 +55,8 @@ class GpuBackend(TorchBackend):
         self._tell(step)
         hosts = [self.state.hosts[decode.slot] for decode in step.decodes]
         way, reason = fit(step.decodes, hosts)
+        if bucket(len(step.decodes)) * way.max_nodes > most_rows(self.decoder.config.experts):
+            reason = f"{len(step.decodes)} trees of {way.max_nodes} nodes"
         if self.perf is not None:
             self._watch_choice(self.perf, step.decodes, hosts, reason)
         if not step.decodes or reason:
