@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
-from tests.gpu.pairs import MINI, MINI_DRAFT, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+from tests.conftest import tiny_pair, weights_of
+from tests.gpu.pairs import MINI, MINI_DRAFT, TILES, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+from tests.gpu.running import DEVICE
 
+from aquiline.backends.gpu.gpu_pair import GpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
@@ -85,6 +88,24 @@ def test_drafts_of_other_producers(draft: dict[str, Any]) -> None:
     for name in ("chain3", "dynamic"):
         ours, theirs = (decoded(pair, name, 2) for pair in pairs)
         assert told(ours) == told(theirs)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("part", ["draft", "target"])
+def test_logits_that_are_not_numbers(part: str) -> None:
+    """A draft's change no text; of a target's nothing can be drawn, and the outcome says so."""
+    decoder, head = tiny_pair(0, MINI, MINI_DRAFT)
+    (head.norm if part == "draft" else decoder.final_norm).data[5] = float("nan")
+    told_by = []
+    for new in (
+        lambda *own: GpuPair(*own, "float32", device=str(DEVICE), tiles=TILES),
+        lambda *own: TorchPair(*own, "float32"),
+    ):
+        player = new_player(new(*weights_of(decoder, head)))
+        text = player.add(words(6, 2), Chain(2), SAMPLED, chunk=6, output=[5])
+        player.step(), player.step()
+        told_by.append((text.tokens, text.trees))
+    assert told_by[0] == told_by[1] and (told_by[0][0][-1] == -1) is (part == "target")
 
 
 def test_a_program_is_replayed() -> None:
