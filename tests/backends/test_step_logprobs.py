@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.backends.playing import WAYS, Player, words
 from tests.backends.running import BACKENDS, pair_on
-from tests.conftest import TINY, tiny_pair, weights_of
+from tests.conftest import TINY, needs_native, tiny_pair, weights_of
 from tests.dense import DenseAttention
 
 from aquiline.backends.base import Pair
