@@ -5,7 +5,6 @@ The residual stream is float32, what a linear reads is in the weights' dtype, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +43,14 @@ class Workspace:
         parts = torch.split(self.memory[: sum(sizes)], sizes)
         return [part[: torch.Size(shape).numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+    def linear(
+        self, name: str, x: Tensor, weight: Tensor, out: Tensor, slots: Tensor, bias: Tensor | None = None
+    ) -> tuple[Launch, ...]:  # fmt: skip
+        """A linear of rows, with scratch where it needs some."""
+        shape = partials_shape(len(x), *weight.shape)
+        partials = self.floats(shape)[0] if shape[0] else None
+        return linear(name, x, weight, out, slots, bias=bias, partials=partials)
+
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
@@ -74,14 +81,9 @@ class Forward:
         if experts is None:
             self.gate_up, self.inner = self._floats(2 * inner), self._stored(inner)
         else:
-            P, routes = (
-                experts.per_token,
-                ExpertRoutes.new(len(self.slots), experts.count, experts.per_token, self.slots.device),
-            )
-            wide = (
-                self._stored(P * inner).view(-1, inner),
-                self._floats(P * config.hidden_size).view(-1, config.hidden_size),
-            )
+            P, H = experts.per_token, config.hidden_size
+            routes = ExpertRoutes.new(len(self.slots), experts.count, P, self.slots.device)
+            wide = self._stored(P * inner).view(-1, inner), self._floats(P * H).view(-1, H)
             self.mixture = Mixture(routes, self._floats(experts.count), *wide)
 
     mixture: Mixture | None
@@ -92,11 +94,11 @@ class Forward:
     def _stored(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(len(self.slots), width, dtype=dtype or self.model.dtype, device=self.slots.device)
 
-    def linear(self, name: str, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> list[Launch]:
-        """A linear of all rows, with scratch where it needs some."""
-        shape = partials_shape(len(x), *weight.shape)
-        partials = self.workspace.floats(shape)[0] if shape[0] else None
-        return [*linear(f"{self.prefix}{name}", x, weight, out, self.slots, bias=bias, partials=partials)]
+    def linear(
+        self, name: str, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
+    ) -> tuple[Launch, ...]:  # fmt: skip
+        """A linear of all rows."""
+        return self.workspace.linear(f"{self.prefix}{name}", x, weight, out, self.slots, bias)
 
     def norm(self, name: str, x: Tensor, weight: Tensor | None, out: Tensor | None, **more: Tensor | None) -> Launch:
         """A norm of all rows with this model's epsilon."""
@@ -135,12 +137,8 @@ class Forward:
 
     def _mixed(self, index: int, layer: Layer, mixture: Mixture) -> list[Launch]:
         """delta = the mixture of experts of normed inputs."""
-        config, name, routes, (gate_up, down) = (
-            self.model.config,
-            f"{self.prefix}FFN",
-            mixture.routes,
-            self.model.experts[index],
-        )
+        config, name, routes = self.model.config, f"{self.prefix}FFN", mixture.routes
+        gate_up, down = self.model.experts[index]
         assert config.experts is not None, "experts without their config"
         return [
             *self.linear("FFN.router", self.normed, layer["router"], mixture.logits, layer.get("router_bias")),
@@ -179,10 +177,11 @@ class TargetForward(Forward):
         """The whole forward."""
         model, layers = self.model, self.model.layers
         scale = model.config.embed_scale
+        name = f"{self.prefix}ATTENTION_FMHA.embed"
         found = [
-            embedding("BASE_ATTENTION_FMHA.embed", self.at.tokens, model.embed, self.hidden, self.slots, scale=scale)
+            embedding(name, self.at.tokens, model.embed, self.hidden, self.slots, scale=scale),
+            self.norm("ATTENTION_FMHA.norm", self.hidden, layers[0]["input_norm"], self.normed),
         ]
-        found.append(self.norm("ATTENTION_FMHA.norm", self.hidden, layers[0]["input_norm"], self.normed))
         for index, layer in enumerate(layers):
             found += [*self.attend(index, layer, self.normed), *self.finish_layer(index, layer)]
             is_last = index + 1 == len(layers)
@@ -237,15 +236,10 @@ def fuse(
     eps = draft.model.config.rms_norm_eps
     if draft.input_norm is not None:
         found.append(norm(f"{name}.norm", features, draft.input_norm, features, slots, eps=eps))
-    for part, weight in zip(features.chunk(len(draft.config.capture), 1), _parts(draft.fc_norm), strict=False):
-        found.append(norm(f"{name}.norm", part, weight, part, slots, eps=eps))
-    shape = partials_shape(len(features), *draft.fc.shape)
-    partials = workspace.floats(shape)[0] if shape[0] else None
-    return [*found, *linear(f"{name}.fc", features, draft.fc, out, slots, partials=partials)]
-
-
-def _parts(fc_norm: Tensor | None) -> Sequence[Tensor]:
-    return () if fc_norm is None else fc_norm.unbind(0)
+    if draft.fc_norm is not None:
+        parts = features.chunk(len(draft.fc_norm), 1)
+        found += [norm(f"{name}.norm", x, w, x, slots, eps=eps) for x, w in zip(parts, draft.fc_norm, strict=True)]
+    return [*found, *workspace.linear(f"{name}.fc", features, draft.fc, out, slots)]
 
 
 @dataclass(frozen=True)
