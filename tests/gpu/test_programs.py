@@ -23,7 +23,7 @@ WAYS_HERE = {name: WAYS[name] for name in ("none", "chain3", "static", "dynamic"
 def decoded(pair: Any, name: str, steps: int, **settings: Any) -> Text:
     """A text after its prompt and some steps."""
     player = new_player(pair)
-    text = player.add(words(6, 2), WAYS[name], SAMPLED, chunk=6, **settings)
+    text = player.add(words(6, 8), WAYS[name], dataclasses.replace(SAMPLED, seed=8), chunk=6, **settings)
     for _ in range(1 + steps):
         player.step()
     if pair.name == "gpu":
@@ -35,6 +35,9 @@ def decoded(pair: Any, name: str, steps: int, **settings: Any) -> Text:
 def test_a_step_is_the_twins(name: str) -> None:
     ours, theirs = (decoded(pair, name, 3) for pair in (gpu_pair(), twin_pair()))
     assert told(ours) == told(theirs)
+    if name in ("static", "dynamic"):
+        moved = [path[-1] >= len(path) for _, _, path in ours.trees]
+        assert True in moved[:-1], "a later tree is grown from keys and features that were moved"
 
 
 @pytest.mark.rare
