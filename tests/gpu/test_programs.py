@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
 from tests.conftest import tiny_pair, weights_of
 from tests.gpu.pairs import MINI, MINI_DRAFT, TILES, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
@@ -13,6 +15,7 @@ from tests.gpu.running import DEVICE
 
 from aquiline.backends.gpu.gpu_pair import GpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
+from aquiline.bench.suite.stages import PARTS, RANGES
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 
@@ -91,6 +94,23 @@ def test_drafts_of_other_producers(draft: dict[str, Any]) -> None:
     for name in ("chain3", "dynamic"):
         ours, theirs = (decoded(pair, name, 2) for pair in pairs)
         assert told(ours) == told(theirs)
+
+
+def test_a_trace_has_the_ranges_of_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    player, names = new_player(gpu_pair()), list[str]()
+
+    def noted(name: str) -> Any:
+        names.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", noted)
+    player.add(words(5, 2), Chain(1), SAMPLED, chunk=5)
+    player.step(), player.step()
+    [program] = backend_of(player).programs.values()
+    with torch.inference_mode():
+        program.trace()
+    assert {*names} == {*RANGES.values(), *PARTS["EAGLE_DRAFT"], *PARTS["BASE_DECODE_STEP"]} - {"BASE_DECODE_STEP"}
+    assert names[0] == "HOST" and names[-1] == "EAGLE_TAIL_COMMIT"
 
 
 @pytest.mark.rare

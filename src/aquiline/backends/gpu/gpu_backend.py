@@ -44,6 +44,7 @@ class GpuBackend(TorchBackend):
         self.programs: dict[Bucket, Program] = {}
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see
+        self.is_traced = False  # whether programs run launch by launch, under the names of a trace's ranges (NVTX)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs
 
     @torch.inference_mode()
@@ -82,7 +83,7 @@ class GpuBackend(TorchBackend):
         with self.perf or nullcontext():
             state.post_changes()
         with nullcontext() if self.perf is None else self.perf.device_part():
-            program.run()
+            program.trace() if self.is_traced else program.run()
         with self.perf or nullcontext():
             buffer = program.told()
         for decode, host in zip(decodes, hosts, strict=True):
@@ -90,6 +91,10 @@ class GpuBackend(TorchBackend):
             host.max_lag = num_tokens + (0 if decode.drafting.is_speculative else host.max_lag)
             host.grow(num_tokens)
         return program, buffer
+
+    def time_parts(self, is_wanted: bool) -> None:
+        """Parts are not timed. On a CUDA device programs run from now on so that a profiler sees their ranges."""
+        self.is_traced = is_wanted and self.device.type == "cuda"
 
     def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         return draw(filtered(logits, sampling) if sampling.filters else logits, sampling)

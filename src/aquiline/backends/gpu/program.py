@@ -47,7 +47,7 @@ class Program:
         self.nodes = replace(new_nodes(bucket.way, bucket.num_decodes, self.device), counts=sizes)
         self.kept = KeptPaths.new(bucket.num_decodes, self.nodes.paths.shape[2], self.device)
         self.broken = torch.zeros_like(self.active)
-        self.launches.add("MESSAGE", machine.state.applying)
+        self.launches.add("HOST", machine.state.applying)
         if bucket.way.is_speculative:
             assert machine.parts is not None, "a draft model was asked for and none is loaded"
             Growth(machine, machine.parts, bucket, self.nodes, growing, self.launches).add()
