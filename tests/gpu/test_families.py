@@ -19,7 +19,7 @@ from aquiline.models.model_config import Experts
 from aquiline.models.model_weights import LayerWeights, ModelWeights, MoeWeights
 
 GPT_OSS: dict[str, Any] = {
-    "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (5, 0), "experts": Experts(4, 2, has_bias=True),
+    "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (5, 0), "experts": Experts(16, 2, has_bias=True),
     "activation": "clamped", "activation_limit": 7.0,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {"gpt-oss": GPT_OSS, "gemma3": GEMMA | {"windows": (5, 0)}}
