@@ -65,7 +65,7 @@ class Growing:
         """How `count` rows of each tree draw at a level."""
         own = self.draft.state
         at = torch.zeros(len(self.trees), dtype=torch.int64)
-        at[self.live] = self.roots.root + level - 1
+        at[self.live] = self.roots.root.long() + level - 1
         slots, positions = self.trees.repeat_interleave(count), at.int().repeat_interleave(count)
         return DrawRows(slots, positions, own.temperature.clone(), own.seed.clone(), ahead=2)
 

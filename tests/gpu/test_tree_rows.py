@@ -36,7 +36,7 @@ def played() -> TorchBackend:
 
 def slots_of(backend: TorchBackend) -> DeviceSlots:
     own = backend.state
-    columns = (x.int() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
+    columns = (x.clone() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
     return DeviceSlots(*columns, own.sizes.page_size)
 
 
@@ -69,7 +69,7 @@ def test_rows_of_trees_are_the_twins(parents: list[int]) -> None:
     columns = (x[live].long() for x in (nodes.tokens, nodes.parents, nodes.depths))
     twin = Trees(*columns, tuple(nodes.counts[live].tolist()), int(nodes.depths.max()))
     base = own.root[torch.tensor(numbers)].tolist()
-    assert torch.equal(nodes.tokens[live, 0], own.history[torch.tensor(numbers), torch.tensor(base)].int())
+    assert torch.equal(nodes.tokens[live, 0], own.history[torch.tensor(numbers), torch.tensor(base)])
     block = tree_block(own, numbers, torch.tensor(base), twin, twin.ancestors())
     for b, tree in enumerate(live):
         for i in range(twin.sizes[b]):
