@@ -135,7 +135,9 @@ def test_a_router_that_finds_no_number_makes_the_row_none() -> None:
 @pytest.mark.parametrize("scales", [(0, 4), (120, 130), (250, 253)], ids=["smallest", "usual", "largest"])
 def test_every_code_and_scale_is_unpacked_to_its_value(scales: tuple[int, int]) -> None:
     blocks = random_blocks(1, 32, 64, 9, scales)
-    blocks.view(1, 32, 2, 17)[0, :16, :, 1] = torch.arange(16, dtype=torch.uint8)[:, None] * 17  # every code, both halves
+    blocks.view(1, 32, 2, 17)[0, :16, :, 1] = (
+        torch.arange(16, dtype=torch.uint8)[:, None] * 17
+    )  # every code, both halves
     routes, one_hot, found = ExpertRoutes.new(64, 1, 1, blocks.device), torch.eye(64), torch.zeros(64, 32)
     for launch in route("ROUTE", torch.zeros(64, 1), torch.zeros(64, dtype=torch.int32), routes, over_all=False):
         launch.run()

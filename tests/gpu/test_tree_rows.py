@@ -93,7 +93,11 @@ def test_rows_of_a_draft_stand_one_position_before_and_see_their_paths() -> None
         root = int(state.roots[slot])
         for m in range(3):
             row = 3 * tree + m
-            assert (int(rows.slots[row]), int(rows.positions[row]), int(rows.write[row])) == (slot, root + 1, root + 4 + m)
+            assert (int(rows.slots[row]), int(rows.positions[row]), int(rows.write[row])) == (
+                slot,
+                root + 1,
+                root + 4 + m,
+            )
             assert seen(rows, row) == [*range(start, root + 1), *(root + step for step in path[m].tolist())]
     assert rows.slots[3:6].tolist() == [-1] * 3
 
@@ -125,6 +129,10 @@ def test_missing_draft_keys_get_their_rows(lag: int) -> None:
         assert int(places[row]) == int(backend.state.places(torch.tensor([slot]), torch.tensor([[index]])))
         assert int(rows.write[row]) == (index + 1 if index + 1 >= end else -1)
         assert seen(rows, row) == list(range(1, index + 2))
-    assert rows.slots[width + len(needed) :].tolist() == [-1] * (width - len(needed)) == places[width + len(needed) :].tolist()
+    assert (
+        rows.slots[width + len(needed) :].tolist()
+        == [-1] * (width - len(needed))
+        == places[width + len(needed) :].tolist()
+    )
     assert rows.slots[:width].tolist() == [-1] * width and last.tolist() == [-1, width + len(needed) - 1]
     assert int(state.draft_ends[slot]) == root + 1

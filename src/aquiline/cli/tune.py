@@ -43,7 +43,7 @@ def tune(
         Path | None, typer.Option(help="Write every shape of the recorded runs, with its count, to this file.")
     ] = None,
 ) -> None:
-    """Time the kernels of a pair's decode steps with different tiles on a CUDA device, and write the fastest to a table.
+    """Time a pair's kernels with different tiles on a CUDA device, and write the fastest to a table.
 
     Short runs are recorded first, each context beside each batch. Tiles decide in which order sums are added up, so a
     shape has one entry for every number of rows, and texts of runs with another table may differ. Without an entry a

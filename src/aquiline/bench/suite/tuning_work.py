@@ -1,4 +1,4 @@
-"""What `aquiline tune` records and tunes. Apart from tile_tuning.py, so that help texts load no engine and no kernels."""
+"""What `aquiline tune` records and tunes. Apart from tile_tuning.py, so that help texts load no engine, no kernels."""
 
 from __future__ import annotations
 

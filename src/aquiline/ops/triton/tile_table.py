@@ -56,7 +56,7 @@ class TileKey(NamedTuple):
 
 
 class TileEntry(NamedTuple):
-    """The fastest tiles of a key: what the uses of the inventory took with them, and with the default ones, together."""
+    """The fastest tiles of a key: microseconds of all its uses together, with them and with the default ones."""
 
     tiles: Tiles
     us: float
@@ -121,7 +121,9 @@ class TileTable:
 
     def write(self, path: Path) -> None:
         """Write the table as `of` reads it."""
-        entries = [key._asdict() | entry._asdict() | {"tiles": asdict(entry.tiles)} for key, entry in self.entries.items()]
+        entries = [
+            key._asdict() | entry._asdict() | {"tiles": asdict(entry.tiles)} for key, entry in self.entries.items()
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         fields = {"device": self.device, "triton": self.triton, "entries": entries}
         write_whole(path, json.dumps(fields, indent=1) + "\n", "The table is as before")

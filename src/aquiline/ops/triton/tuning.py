@@ -29,7 +29,9 @@ CHOICES: Mapping[str, Mapping[str, Sequence[int]]] = {
         "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5, 6),
     },
     "head": {"block_n": (32, 64, 128, 256), "block_k": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5)},
-    "attention": {"span": (256, 512, 1024, 2048), "block": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
+    "attention": {
+        "span": (256, 512, 1024, 2048), "block": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4),
+    },
 }  # fmt: skip
 """By kind, the values of each knob in ascending order."""
 
