@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.playing import words
-from tests.conftest import engine_config
-from tests.gpu.pairs import MINI, MINI_DRAFT, backend_of, gpu_pair, new_gpu, new_player, twin_pair, weights
+from tests.conftest import engine_config, weights_of
+from tests.gpu.pairs import MINI, backend_of, gpu_pair, new_gpu, new_player, twin_pair, weights
 from tests.gpu.running import DEVICE, IS_INTERPRETED
 
 from aquiline.backends import choose
 from aquiline.backends.gpu import gpu_pair as module
 from aquiline.backends.gpu.gpu_pair import GpuPair, check_device
+from aquiline.backends.torch.decoder import Decoder
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
-from aquiline.models.model_config import Experts
 from aquiline.spec.drafting import Chain, NoDraft
 
 
@@ -40,16 +40,14 @@ def test_settings_that_it_does_not_have(settings: dict[str, Any], problem: str) 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"experts": Experts(4, 2), "intermediate_size": 16}, "family='llama': experts have no GPU path yet"),
         ({"head_dim": 24, "hidden_size": 48}, "head_dim=24 has no kernel"),
     ],
-    ids=["experts", "head size"],
+    ids=["head size"],
 )
 def test_targets_that_have_no_kernels(change: dict[str, Any], problem: str) -> None:
-    config = dataclasses.replace(MINI, **change)
-    draft = dataclasses.replace(MINI_DRAFT, target_hidden_size=config.hidden_size)
+    target, _ = weights_of(Decoder(dataclasses.replace(MINI, **change)), None)
     with pytest.raises(ValueError, match=problem):
-        new_gpu(config, draft)
+        GpuPair(target, None, "float32", device=str(DEVICE))
 
 
 def test_devices_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
-from tests.gpu.pairs import MINI, MINI_DRAFT, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+from tests.conftest import tiny_pair, weights_of
+from tests.gpu.pairs import MINI, MINI_DRAFT, TILES, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+from tests.gpu.running import DEVICE
 
+from aquiline.backends.gpu.gpu_pair import GpuPair
 from aquiline.backends.torch.torch_pair import TorchPair
+from aquiline.bench.suite.stages import PARTS, RANGES
 from aquiline.config import SamplingParams
 from aquiline.spec.drafting import Chain, Dynamic, NoDraft
 
@@ -20,7 +26,7 @@ WAYS_HERE = {name: WAYS[name] for name in ("none", "chain3", "static", "dynamic"
 def decoded(pair: Any, name: str, steps: int, **settings: Any) -> Text:
     """A text after its prompt and some steps."""
     player = new_player(pair)
-    text = player.add(words(6, 2), WAYS[name], SAMPLED, chunk=6, **settings)
+    text = player.add(words(6, 8), WAYS[name], dataclasses.replace(SAMPLED, seed=8), chunk=6, **settings)
     for _ in range(1 + steps):
         player.step()
     if pair.name == "gpu":
@@ -32,6 +38,9 @@ def decoded(pair: Any, name: str, steps: int, **settings: Any) -> Text:
 def test_a_step_is_the_twins(name: str) -> None:
     ours, theirs = (decoded(pair, name, 3) for pair in (gpu_pair(), twin_pair()))
     assert told(ours) == told(theirs)
+    if name in ("static", "dynamic"):
+        moved = [path[-1] >= len(path) for _, _, path in ours.trees]
+        assert True in moved[:-1], "a later tree is grown from keys and features that were moved"
 
 
 @pytest.mark.rare
@@ -85,6 +94,41 @@ def test_drafts_of_other_producers(draft: dict[str, Any]) -> None:
     for name in ("chain3", "dynamic"):
         ours, theirs = (decoded(pair, name, 2) for pair in pairs)
         assert told(ours) == told(theirs)
+
+
+def test_a_trace_has_the_ranges_of_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    player, names = new_player(gpu_pair()), list[str]()
+
+    def noted(name: str) -> Any:
+        names.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", noted)
+    player.add(words(5, 2), Chain(1), SAMPLED, chunk=5)
+    player.step(), player.step()
+    [program] = backend_of(player).programs.values()
+    with torch.inference_mode():
+        program.trace()
+    assert {*names} == {*RANGES.values(), *PARTS["EAGLE_DRAFT"], *PARTS["BASE_DECODE_STEP"]} - {"BASE_DECODE_STEP"}
+    assert names[0] == "HOST" and names[-1] == "EAGLE_TAIL_COMMIT"
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("part", ["draft", "target"])
+def test_logits_that_are_not_numbers(part: str) -> None:
+    """A draft's change no text; of a target's nothing can be drawn, and the outcome says so."""
+    decoder, head = tiny_pair(0, MINI, MINI_DRAFT)
+    (head.norm if part == "draft" else decoder.final_norm).data[5] = float("nan")
+    told_by = []
+    for new in (
+        lambda *own: GpuPair(*own, "float32", device=str(DEVICE), tiles=TILES),
+        lambda *own: TorchPair(*own, "float32"),
+    ):
+        player = new_player(new(*weights_of(decoder, head)))
+        text = player.add(words(6, 2), Chain(2), SAMPLED, chunk=6, output=[5])
+        player.step(), player.step()
+        told_by.append((text.tokens, text.trees))
+    assert told_by[0] == told_by[1] and (told_by[0][0][-1] == -1) is (part == "target")
 
 
 def test_a_program_is_replayed() -> None:

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.types import Int32
+
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Memory of the host that the device copies without waiting. busy: an event after the last copy; None on a CPU."""
+    """Memory of the host, int32, that the device copies without waiting. array: the same memory; busy: an event after
+    the last copy; None on a CPU."""
 
     memory: Tensor
+    array: Int32
     busy: torch.cuda.Event | None
 
     @classmethod
     def new(cls, shape: tuple[int, ...], device: torch.device) -> HostBuffer:
         """Pinned where the device is a GPU."""
         is_cuda = device.type == "cuda"
-        return cls(torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda), torch.cuda.Event() if is_cuda else None)
+        memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
+        return cls(memory, memory.numpy(), torch.cuda.Event() if is_cuda else None)
 
     def record(self) -> None:
         """A copy was issued."""

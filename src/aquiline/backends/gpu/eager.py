@@ -13,20 +13,13 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.gpu.forward import DraftForward, TargetForward, Workspace, fuse
-from aquiline.backends.gpu.pages import EagerRows, RowBuffers
+from aquiline.backends.gpu.pages import EagerRows, RowBuffers, bucket
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.decoder import DecoderOutput
 from aquiline.backends.torch.ranks import ALONE
 from aquiline.backends.torch.slot_state import RowSampling
 from aquiline.config import MAX_DEPTH
-from aquiline.ops.triton.head_draw import (
-    DrawRows,
-    TileBest,
-    VocabularyHead,
-    best_of_logits,
-    head_logits,
-    pick_draws,
-)
+from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_of_logits, head_logits, pick_draws
 from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.norm import norm
 
@@ -35,11 +28,6 @@ def run(launches: list[Launch]) -> None:
     """Issue launches one by one."""
     for launch in launches:
         launch.run()
-
-
-def bucket(count: int) -> int:
-    """The least power of two from count on."""
-    return 1 << (count - 1).bit_length()
 
 
 class EagerModel:
@@ -54,14 +42,13 @@ class EagerModel:
     def _pieces(self, rows: EagerRows) -> Iterator[tuple[Any, list[Launch], slice]]:
         """For each piece of the rows the forward that holds it, filled, with its launches."""
         levels, spans = MAX_DEPTH * bool(rows.path.shape[1]), bucket(-(-rows.longest // self.workspace.tiles.span))
-        for piece in rows.pieces():
+        for piece in rows.pieces(self.model.config.experts):
             count = bucket(rows.columns[0, piece].shape[0])
-            key = count, levels, rows.group, spans
-            if key not in self._forwards:
-                at = RowBuffers.new(rows.pages.state, count, levels, rows.group)
-                forward = self._new(rows, at, spans)
-                self._forwards[key] = forward, forward.launches()
-            forward, launches = self._forwards[key]
+            key = count, levels, rows.group
+            forward, launches = self._forwards.get(key, (None, []))
+            if forward is None or forward.span_count < spans:
+                forward = self._new(rows, RowBuffers.new(rows.pages.state, count, levels, rows.group), spans)
+                self._forwards[key] = forward, (launches := forward.launches())
             rows.fill(forward.at, piece)
             yield forward, launches, piece
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import Decode, Pending, Sizes, StepInput
-from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, bucket, draw
-from aquiline.backends.gpu.forward import Workspace
-from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
+from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, draw
+from aquiline.backends.gpu.forward import Bucket, DraftParts, Machine, Workspace
 from aquiline.backends.gpu.mailbox import ROOM, MailedState
-from aquiline.backends.gpu.pages import GpuPages
-from aquiline.backends.gpu.program import Program
-from aquiline.backends.gpu.program_step import ProgramStep, fit, numbers_of
+from aquiline.backends.gpu.pages import GpuPages, bucket, most_rows
+from aquiline.backends.gpu.program import Program, ProgramStep, fit, numbers_of
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel
 from aquiline.backends.torch.draw import filtered
 from aquiline.backends.torch.slot_state import HostSlot, RowSampling
@@ -46,6 +44,7 @@ class GpuBackend(TorchBackend):
         self.programs: dict[Bucket, Program] = {}
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see
+        self.is_traced = False  # whether programs run launch by launch, under the names of a trace's ranges (NVTX)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs
 
     @torch.inference_mode()
@@ -57,6 +56,8 @@ class GpuBackend(TorchBackend):
         self._tell(step)
         hosts = [self.state.hosts[decode.slot] for decode in step.decodes]
         way, reason = fit(step.decodes, hosts)
+        if bucket(len(step.decodes)) * way.max_nodes > most_rows(self.decoder.config.experts):
+            reason = f"{len(step.decodes)} trees of {way.max_nodes} nodes"
         if self.perf is not None:
             self._watch_choice(self.perf, step.decodes, hosts, reason)
         if not step.decodes or reason:
@@ -82,7 +83,7 @@ class GpuBackend(TorchBackend):
         with self.perf or nullcontext():
             state.post_changes()
         with nullcontext() if self.perf is None else self.perf.device_part():
-            program.run()
+            program.trace() if self.is_traced else program.run()
         with self.perf or nullcontext():
             buffer = program.told()
         for decode, host in zip(decodes, hosts, strict=True):
@@ -90,6 +91,10 @@ class GpuBackend(TorchBackend):
             host.max_lag = num_tokens + (0 if decode.drafting.is_speculative else host.max_lag)
             host.grow(num_tokens)
         return program, buffer
+
+    def time_parts(self, is_wanted: bool) -> None:
+        """Parts are not timed. On a CUDA device programs run from now on so that a profiler sees their ranges."""
+        self.is_traced = is_wanted and self.device.type == "cuda"
 
     def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
         return draw(filtered(logits, sampling) if sampling.filters else logits, sampling)

@@ -7,8 +7,9 @@ import torch
 from aquiline.backends.base import Backend, Sizes
 from aquiline.backends.gpu.gpu_backend import GpuBackend
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, Storage
+from aquiline.blocks import MXFP4, Parts
 from aquiline.errors import OutOfMemory
-from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.models.model_weights import DraftWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.ops.control_groups import free_memory
 from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.ops.triton.heads import check_head_size
@@ -48,8 +49,8 @@ class GpuPair:
         self.target, self.draft = target.config, None if draft is None else draft.config
         for own in (target.config, *(() if draft is None else (draft.config.model,))):
             check_head_size(f"family={own.family!r}", own.head_dim)
-            if own.experts is not None:
-                raise ValueError(f"family={own.family!r}: experts have no GPU path yet; use device='cpu'")
+        if any(part.kind != MXFP4 for layer in target.layers for part in experts_of(layer)):
+            raise ValueError(f"family={target.config.family!r}: only experts in MXFP4 have kernels; use device='cpu'")
         self.arithmetic = self.kv_dtype = dtype
         self.device, self._tiles = torch.device(device), tiles
         try:
@@ -92,6 +93,11 @@ class GpuPair:
 
     def close(self) -> None:
         """One process has nothing to end."""
+
+
+def experts_of(layer: LayerWeights) -> Parts:
+    """The linears of a layer's experts, if it has any."""
+    return (*layer.mlp.gate_up, *layer.mlp.down) if isinstance(layer.mlp, MoeWeights) else ()
 
 
 def check_device(device: str) -> None:

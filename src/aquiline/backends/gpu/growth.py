@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.backends.gpu.forward import DraftForward
-from aquiline.backends.gpu.machine import Bucket, DraftParts, Machine
+from aquiline.backends.gpu.forward import Bucket, DraftForward, DraftParts, Machine
 from aquiline.backends.gpu.pages import RowBuffers
 from aquiline.ops.triton.accept import copy_rows
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, pick_children, pick_draws

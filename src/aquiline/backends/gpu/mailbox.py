@@ -51,7 +51,6 @@ class MailedState(SlotState):
         self._number += 1
         buffer.wait()
         pairs = np.stack((words, values), 1).reshape(-1)
-        message = buffer.memory.numpy()
-        message[0], message[1 : 1 + len(pairs)] = len(words), pairs
+        buffer.array[0], buffer.array[1 : 1 + len(pairs)] = len(words), pairs
         self._message[: 1 + len(pairs)].copy_(buffer.memory[: 1 + len(pairs)], non_blocking=True)
         buffer.record()

@@ -13,8 +13,9 @@ from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_pages import TorchPages
 from aquiline.backends.torch.torch_rows import RowBlock
 from aquiline.config import MAX_DEPTH, MAX_NODES
-from aquiline.models.model_config import ModelConfig, RopeConfig
+from aquiline.models.model_config import Experts, ModelConfig, RopeConfig
 from aquiline.models.rope import rotary
+from aquiline.ops.triton.experts import MOST_PAIRS
 from aquiline.ops.triton.rows import DeviceRows
 
 MOST_ROWS = 512
@@ -22,6 +23,16 @@ MOST_ROWS = 512
 before it."""
 MOST_GROUPED = 16
 """Rows that share a slot and are attended together outside of programs."""
+
+
+def most_rows(experts: Experts | None) -> int:
+    """Rows of one forward at most, where each chooses among experts."""
+    return MOST_ROWS if experts is None else min(MOST_ROWS, MOST_PAIRS // bucket(experts.per_token))
+
+
+def bucket(count: int) -> int:
+    """The least power of two from count on."""
+    return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +101,7 @@ class EagerRows:
     def of(cls, pages: GpuPages, blocks: Sequence[RowBlock]) -> EagerRows:
         """The rows of blocks, each slot's filled up to whole groups."""
         device, most = pages.state.device, max(block.tokens.shape[1] for block in blocks)
-        group = min(MOST_GROUPED, 1 << (most - 1).bit_length())
+        group = min(MOST_GROUPED, bucket(most))
         levels = MAX_DEPTH if any(block.path.shape[2] > 1 for block in blocks) else 0
         columns, paths, places, first = [], [], [], 0
         for block in blocks:
@@ -110,10 +121,11 @@ class EagerRows:
         longest = max(block.longest for block in blocks)
         return cls(pages, torch.cat(columns, 1), torch.cat(paths), torch.cat(places), group, longest)
 
-    def pieces(self) -> Iterator[slice]:
-        """Ranges of at most MOST_ROWS of the M rows, in order."""
-        for first in range(0, self.columns.shape[1], MOST_ROWS):
-            yield slice(first, first + MOST_ROWS)
+    def pieces(self, experts: Experts | None) -> Iterator[slice]:
+        """Ranges of as many of the M rows as one forward has, in order."""
+        most = most_rows(experts)
+        for first in range(0, self.columns.shape[1], most):
+            yield slice(first, first + most)
 
     def fill(self, at: RowBuffers, piece: slice) -> None:
         """Write a piece into the rows of a forward; the rows that are left are dead."""

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from aquiline.blocks import Array, Parts, floats_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
-from aquiline.models.model_weights import DraftWeights, ModelWeights
+from aquiline.models.model_weights import DraftWeights, ModelWeights, MoeWeights
 from aquiline.ops.torch_arrays import tensor_of
+from aquiline.ops.triton.experts import PackedExperts
+
+OF_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 Layer = dict[str, Tensor]
-"""The weights of a layer by their names in models/model_weights.py, without those that it does not have."""
+"""The weights of a layer by their names in models/model_weights.py, without those that it does not have, and without
+experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +33,21 @@ class Storage:
             return tensor_of(floats_of(weight)).to(self.device, self.dtype).contiguous()
         return tensor_of(weight).to(self.device, torch.float32).contiguous()
 
+    def experts(self, weights: MoeWeights) -> tuple[PackedExperts, PackedExperts]:
+        """Gate and up, and down, of all experts, which stay packed; read one by one."""
+        found = []
+        for parts, bias in ((weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)):
+            blocks = torch.empty(len(parts), *parts[0].values.shape, dtype=torch.uint8, device=self.device)
+            for own, part in zip(blocks, parts, strict=True):
+                own.copy_(tensor_of(part.values))
+            found.append(PackedExperts.of(blocks, None if bias is None else self.put(bias)))
+        return found[0], found[1]
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceModel:
-    """One decoder. embed and head [V, H] (a draft's head: [Vd, H]); layers; final_norm [H];
-    capture: the layers whose outputs are features."""
+    """One decoder. embed and head [V, H] (a draft's head: [Vd, H]); layers; final_norm [H]; capture: the layers whose
+    outputs are features; experts: gate and up, and down, of each layer, where there are any."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -42,15 +56,21 @@ class DeviceModel:
     final_norm: Tensor
     head: Tensor
     capture: tuple[int, ...]
+    experts: tuple[tuple[PackedExperts, PackedExperts], ...]
 
     @classmethod
     def of(cls, weights: ModelWeights, storage: Storage, embed: Tensor | None = None) -> DeviceModel:
         """The weights, read one by one. embed: the embedding that a draft shares with its target."""
         table = storage.put(weights.embed) if embed is None else embed
-        layers = tuple({name: storage.put(own) for name, own in layer.named()} for layer in weights.layers)
+        experts = tuple(storage.experts(own.mlp) for own in weights.layers if isinstance(own.mlp, MoeWeights))
+        layers = tuple(
+            {name: storage.put(own) for name, own in layer.named() if not (experts and name in OF_EXPERTS)}
+            for layer in weights.layers
+        )
         head = table if weights.head is weights.embed else storage.put(weights.head)
         return cls(
-            weights.config, storage.dtype, table, layers, storage.put(weights.final_norm), head, weights.capture
+            weights.config, storage.dtype, table, layers, storage.put(weights.final_norm), head, weights.capture,
+            experts,
         )  # fmt: skip
 
 
