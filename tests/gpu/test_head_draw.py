@@ -1,4 +1,4 @@
-"""Draws, runners-up and children that kernels find are the torch twin's, and a row's do not depend on its neighbours."""
+"""Draws, runners-up and children that kernels find are the torch twin's, whatever rows stand beside a row."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_noise_is_the_twins_up_to_rounding() -> None:
     best, every = TileBest.new(4, 1024, 16, rows.seed.device, NARROW), torch.zeros(4, 1024)
     best_of_logits(every, rows, best, NARROW).run()
     every.scatter_(1, best.ids.flatten(1).long(), best.scores.flatten(1))
-    own = RowSampling(torch.ones(4), *(None,) * 3, SEEDS, rows.positions.long() + 1, filters=False)  # type: ignore[arg-type]
+    unused: Any = None
+    own = RowSampling(torch.ones(4), unused, unused, unused, SEEDS, rows.positions.long() + 1, filters=False)
     expected = twin.gumbel(own, torch.arange(1024))
     assert (every - expected).abs().max() < 2e-6
     assert expected.max() > 7 and expected.min() < -1.9
@@ -189,7 +190,7 @@ def test_buffers_that_do_not_fit_are_refused_by_name() -> None:
         TileBest.new(3, V, 17, x.device)
     with pytest.raises(ValueError, match=r"best\.scores has the shape \(3, 5, 1\); make it \(3, 2, 1\)"):
         best_by_tile(x, head, rows, best)
-    with pytest.raises(ValueError, match="the head's ids is torch.int64; convert it to int32"):
+    with pytest.raises(ValueError, match=r"the head's ids is torch\.int64; convert it to int32"):
         best_by_tile(x, VocabularyHead(head.weight, IDS), rows, best, TILES)
     with pytest.raises(ValueError, match="count 1 and margins is tensor"):
         pick_draws(best, rows.slots, torch.zeros(3).int(), margins=torch.zeros(3))

@@ -22,11 +22,9 @@ from aquiline.ops.triton.head_draw import (
     VocabularyHead,
     best_by_tile,
     pick_children,
-    pick_draws,
 )
 from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.linear import LinearTiles
-from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tree_growth import (
     Beam,
     Candidates,
@@ -38,7 +36,6 @@ from aquiline.ops.triton.tree_growth import (
     num_candidates,
     take_candidates,
 )
-from aquiline.ops.triton.tree_rows import DeviceSlots, lag_rows, level_rows, tree_rows
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import static_shape
 
@@ -65,7 +62,7 @@ class Growing:
         """How `count` rows of each tree draw at a level."""
         own = self.draft.state
         at = torch.zeros(len(self.trees), dtype=torch.int64)
-        at[self.live] = self.roots.root + level - 1
+        at[self.live] = self.roots.root.long() + level - 1
         slots, positions = self.trees.repeat_interleave(count), at.int().repeat_interleave(count)
         return DrawRows(slots, positions, own.temperature.clone(), own.seed.clone(), ahead=2)
 

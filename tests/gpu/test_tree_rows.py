@@ -36,7 +36,7 @@ def played() -> TorchBackend:
 
 def slots_of(backend: TorchBackend) -> DeviceSlots:
     own = backend.state
-    columns = (x.int() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
+    columns = (x.clone() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
     return DeviceSlots(*columns, own.sizes.page_size)
 
 
@@ -69,7 +69,7 @@ def test_rows_of_trees_are_the_twins(parents: list[int]) -> None:
     columns = (x[live].long() for x in (nodes.tokens, nodes.parents, nodes.depths))
     twin = Trees(*columns, tuple(nodes.counts[live].tolist()), int(nodes.depths.max()))
     base = own.root[torch.tensor(numbers)].tolist()
-    assert torch.equal(nodes.tokens[live, 0], own.history[torch.tensor(numbers), torch.tensor(base)].int())
+    assert torch.equal(nodes.tokens[live, 0], own.history[torch.tensor(numbers), torch.tensor(base)])
     block = tree_block(own, numbers, torch.tensor(base), twin, twin.ancestors())
     for b, tree in enumerate(live):
         for i in range(twin.sizes[b]):
@@ -93,7 +93,11 @@ def test_rows_of_a_draft_stand_one_position_before_and_see_their_paths() -> None
         root = int(state.roots[slot])
         for m in range(3):
             row = 3 * tree + m
-            assert (int(rows.slots[row]), int(rows.positions[row]), int(rows.write[row])) == (slot, root + 1, root + 4 + m)
+            assert (int(rows.slots[row]), int(rows.positions[row]), int(rows.write[row])) == (
+                slot,
+                root + 1,
+                root + 4 + m,
+            )
             assert seen(rows, row) == [*range(start, root + 1), *(root + step for step in path[m].tolist())]
     assert rows.slots[3:6].tolist() == [-1] * 3
 
@@ -125,6 +129,10 @@ def test_missing_draft_keys_get_their_rows(lag: int) -> None:
         assert int(places[row]) == int(backend.state.places(torch.tensor([slot]), torch.tensor([[index]])))
         assert int(rows.write[row]) == (index + 1 if index + 1 >= end else -1)
         assert seen(rows, row) == list(range(1, index + 2))
-    assert rows.slots[width + len(needed) :].tolist() == [-1] * (width - len(needed)) == places[width + len(needed) :].tolist()
+    assert (
+        rows.slots[width + len(needed) :].tolist()
+        == [-1] * (width - len(needed))
+        == places[width + len(needed) :].tolist()
+    )
     assert rows.slots[:width].tolist() == [-1] * width and last.tolist() == [-1, width + len(needed) - 1]
     assert int(state.draft_ends[slot]) == root + 1

@@ -41,7 +41,9 @@ class KeptPaths:
     @classmethod
     def new(cls, num_trees: int, width: int, device: torch.device) -> KeptPaths:
         """Room for trees whose paths have `width` levels, the root's included."""
-        each, wide = (torch.full(s, -1, dtype=torch.int32, device=device) for s in ((2, num_trees), (5, num_trees, width)))
+        each, wide = (
+            torch.full(s, -1, dtype=torch.int32, device=device) for s in ((2, num_trees), (5, num_trees, width))
+        )
         path, tokens, rows, sources, targets = wide
         return cls(each[0], path, tokens, each[1], rows, sources, targets)
 
@@ -209,7 +211,8 @@ def move_keys(k_cache: Tensor, v_cache: Tensor, kept: KeptPaths) -> Launch:
     block = min(COLUMNS.value, triton.next_power_of_2(place))
     return Launch(
         "EAGLE_TAIL_COMMIT", move_kernel, (B, L, triton.cdiv(place, block)),
-        (k_cache, v_cache, kept.sources, kept.targets, places * place), {"PLACE": place, "WIDTH": width, "BLOCK": block},
+        (k_cache, v_cache, kept.sources, kept.targets, places * place),
+        {"PLACE": place, "WIDTH": width, "BLOCK": block},
         bytes=4 * B * (width - 1) * L * place * k_cache.element_size(),
     )  # fmt: skip
 

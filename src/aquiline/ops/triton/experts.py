@@ -251,8 +251,8 @@ def route(name: str, logits: Tensor, slots: Tensor, routes: ExpertRoutes, *, ove
     check_integers(f"{name}'s slots", slots, R, like=logits)
     _check_routes(name, routes, R, P, logits)
     if not 1 <= P <= E or len(routes.counts) != min(E, R * P):
-        raise ValueError(f"{name}'s routes have {P} experts a row in {len(routes.counts)} groups; make them for {R} rows "
-                         f"among {E} experts")  # fmt: skip
+        raise ValueError(f"{name}'s routes have {P} experts a row in {len(routes.counts)} groups; make them for {R} "
+                         f"rows among {E} experts")  # fmt: skip
     written = routes.group_experts, routes.counts, routes.pairs
     first = Launch(
         name, route_kernel, (R,), (logits, slots, routes.experts, routes.weights),
@@ -337,7 +337,9 @@ def _expert(
     _check_routes(name, routes, R, P, x)
     for label, tensor, last in (("nibbles", experts.nibbles, K // 2), ("scales", experts.scales, K // 32)):
         if tensor.shape != (E, width, last) or tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-            raise ValueError(f"{name}'s {label} are {tensor.dtype} {tuple(tensor.shape)}; make them with PackedExperts.of")
+            raise ValueError(
+                f"{name}'s {label} are {tensor.dtype} {tuple(tensor.shape)}; make them with PackedExperts.of"
+            )
     if experts.bias is not None:
         check_floats(f"{name}'s bias", experts.bias, E, width, like=x)
     constants = how | {"N": N, "K": K, "TILE": TILE_ROWS, "BLOCK_N": tiles.block_n, "BYTES": tiles.block_k // 2}

@@ -5,8 +5,8 @@ few scores; `pick_draws` and `pick_children` merge the tiles of a row. So no row
 Where rules or filters change logits on the way, `head_logits` writes them and `best_of_logits` reads them: both compute
 the same scores, to the bit.
 
-A row is dead if its slot is -1: nothing is read for it. A tile always has TILE_ROWS rows, so a row's logits do not depend on
-how many rows run beside it. Twins: `draw`, `guess` and `children` in backends/torch/draw.py.
+A row is dead if its slot is -1: nothing is read for it. A tile always has TILE_ROWS rows, so a row's logits do not
+depend on how many rows run beside it. Twins: `draw`, `guess` and `children` in backends/torch/draw.py.
 """
 
 from __future__ import annotations
@@ -226,8 +226,9 @@ def head_logits(
 def best_by_tile(
     x: Tensor, head: VocabularyHead, rows: DrawRows, best: TileBest, tiles: LinearTiles = HEAD_TILES
 ) -> Launch:
-    """Compute the logits of normed rows x [R, H] and keep the best of each tile of the vocabulary. Raises ValueError for
-    tensors that do not fit."""
+    """Compute the logits of normed rows x [R, H] and keep the best of each tile of the vocabulary.
+
+    Raises ValueError for tensors that do not fit."""
     R, V = x.shape[0], head.weight.shape[0]
     _check_draw(R, V, rows, best, tiles, x)
     if head.ids is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -93,7 +94,9 @@ class TreeNodes:
         depths = [len(path) - 1 for path in paths]
         padded = [path + [0] * (max(depths) + 1 - len(path)) for path in paths]
         integers = {"dtype": torch.int32, "device": device}
-        columns = [torch.tensor(a, **integers).repeat(num_trees, *(1,) * (n + 1)) for n, a in enumerate((depths, padded))]
+        columns = [
+            torch.tensor(a, **integers).repeat(num_trees, *(1,) * (n + 1)) for n, a in enumerate((depths, padded))
+        ]
         N = len(parents)
         return cls(
             torch.zeros(num_trees, N, **integers), torch.tensor(parents, **integers).repeat(num_trees, 1), *columns,
@@ -244,7 +247,8 @@ def choose_nodes(slots: Tensor, candidates: Candidates, top_k: int, nodes: TreeN
         "TREE_NODES", choose_kernel, (B,),
         (slots, candidates.tokens, candidates.scores, candidates.parents, *written, N),
         {"C": C, "K": top_k, "WIDTH": width, "BLOCK": block, "PART": max(1, min(block, COMPARED // block))},
-        num_warps=8 if block <= 1024 else 16, bytes=size_of(candidates.tokens, candidates.scores, candidates.parents, *written),
+        num_warps=8 if block <= 1024 else 16,
+        bytes=size_of(candidates.tokens, candidates.scores, candidates.parents, *written),
     )  # fmt: skip
 
 
@@ -302,7 +306,7 @@ class StaticPlan:
                 tuple(places[node - 1] for node in level), tuple(above.index(parents[node]) for node in level),
                 tuple(paths[node] + (0,) * (deepest - len(paths[node])) for node in level), first[level[0]],
             )
-            for above, level in zip(by_level, by_level[1:])
+            for above, level in pairwise(by_level)
         )  # fmt: skip
         return cls(levels, places, len(inner) * width)
 

@@ -133,10 +133,11 @@ def lag_rows(
     trees: Tensor, state: DeviceSlots, tokens: Tensor, places: Tensor, last: Tensor, rows: DeviceRows
 ) -> Launch:
     """Fill `rows` [B * m] with the draft's rows whose keys are missing up to the root of each slot in `trees` [B], the
-    first ones first, dead rows behind them. A slot may lack m keys at most; its last row runs even if no key is missing.
+    first ones first, dead rows behind them. A slot may lack m keys at most; its last row runs even if no key is
+    missing.
 
-    Also written, int32: tokens [B * m], those that the rows read; places [B * m], of the features that they read, -1 for
-    a dead row; last [B], the number of each slot's last row, -1 for a dead tree; and the slots' draft_ends. Raises
+    Also written, int32: tokens [B * m], those that the rows read; places [B * m], of the features that they read, -1
+    for a dead row; last [B], the number of each slot's last row, -1 for a dead tree; and the slots' draft_ends. Raises
     ValueError for tensors that do not fit."""
     B, M = len(trees), rows.num
     _check_rows(trees, rows)
