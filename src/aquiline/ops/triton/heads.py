@@ -15,10 +15,11 @@ LARGEST_HEAD = 256
 
 @triton.jit
 def rotated_heads(
-    source, first_target, weight, cos, sin, eps, is_written,
+    source, first_target, weight, cos, sin, eps, num_stored,
     NUM: tl.constexpr, NUM_PADDED: tl.constexpr, D: tl.constexpr, HALF_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Norm (where there is a weight [D]) and rotate NUM heads [NUM, D] at source, and store them at first_target."""
+    """Norm (where there is a weight [D]) and rotate NUM heads [NUM, D] at source; store the first num_stored of them at
+    first_target."""
     head = tl.arange(0, NUM_PADDED)[:, None]
     column = tl.arange(0, HALF_PADDED)
     half = D // 2
@@ -34,8 +35,8 @@ def rotated_heads(
         high = high * factor * tl.load(weight + half + column, mask=is_half, other=0.0).to(tl.float32)[None, :]
     c = tl.load(cos + column, mask=is_half, other=0.0)[None, :]
     s = tl.load(sin + column, mask=is_half, other=0.0)[None, :]
-    tl.store(first_target + at, low * c - high * s, mask=is_own & is_written)
-    tl.store(first_target + at + half, high * c + low * s, mask=is_own & is_written)
+    tl.store(first_target + at, low * c - high * s, mask=is_own & (head < num_stored))
+    tl.store(first_target + at + half, high * c + low * s, mask=is_own & (head < num_stored))
 
 
 @triton.jit
@@ -52,17 +53,18 @@ def heads_kernel(
         return
     index = tl.load(write + row)
     is_written = index >= 0
+    num_stored = tl.where(is_written, HKV, 0)
     page = tl.load(page_table + slot * table_stride + index // PAGE, mask=is_written, other=0).to(tl.int64)
     place = (page * PAGE + index % PAGE) * (HKV * D)
     position = tl.load(positions + row)
     own_cos, own_sin = cos + position * cos_stride, sin + position * cos_stride
     queries = qkv + row * qkv_stride
     keys = queries + HQ * D
-    rotated_heads(queries, q + row * (HQ * D), q_weight, own_cos, own_sin, eps, True, HQ, HQ_PADDED, D, HALF_PADDED)
-    rotated_heads(keys, k_cache + place, k_weight, own_cos, own_sin, eps, is_written, HKV, HKV_PADDED, D, HALF_PADDED)
+    rotated_heads(queries, q + row * (HQ * D), q_weight, own_cos, own_sin, eps, HQ, HQ, HQ_PADDED, D, HALF_PADDED)
+    rotated_heads(keys, k_cache + place, k_weight, own_cos, own_sin, eps, num_stored, HKV, HKV_PADDED, D, HALF_PADDED)
     column = tl.arange(0, V_PADDED)
     values = tl.load(keys + HKV * D + column, mask=column < HKV * D, other=0.0).to(tl.float32)
-    tl.store(v_cache + place + column, values, mask=(column < HKV * D) & is_written)
+    tl.store(v_cache + place + column, values, mask=column < num_stored * D)
 
 
 def heads(
