@@ -230,8 +230,8 @@ def attention(
     k_cache and v_cache [places, Hkv, D] as `heads` writes them. scale: what scores are multiplied with; window: keys
     that a row sees at most, its own included, 0 for all; sinks [Hq]: a logit per head that joins the softmax's
     denominator; tiles: by default those of the head's size. Every live row sees a key, and no more than the spans of
-    scratch hold. Keys between those that rows of a group see may be read. Dead rows are neither read nor written. Raises
-    ValueError for buffers that do not fit."""
+    scratch hold. Keys between those that rows of a group see may be read too. Dead rows are neither read nor written.
+    Raises ValueError for buffers that do not fit."""
     M, Hq, D = q.shape
     Hkv, num_spans = k_cache.shape[1], scratch.sums.shape[2]
     tiles = tiles or AttentionTiles.of(D)
