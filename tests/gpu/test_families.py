@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, words
 from tests.conftest import GEMMA
-from tests.gpu.pairs import MINI, TILES, new_player, told, weights
+from tests.gpu.pairs import MINI, new_player, new_table, told, weights
 from tests.gpu.running import DEVICE
 from tests.gpu.test_packed_experts import random_blocks
 
@@ -47,7 +47,7 @@ def test_the_same_trees_and_texts(family: str) -> None:
     target, draft = weights(dataclasses.replace(MINI, **FAMILIES[family]))
     target, played = with_packed_experts(target), []
     for pair in (
-        GpuPair(target, draft, "float32", device=str(DEVICE), tiles=TILES),
+        GpuPair(target, draft, "float32", device=str(DEVICE), table=new_table()),
         TorchPair(target, draft, "float32"),
     ):
         player = new_player(pair)

@@ -13,6 +13,7 @@ from tests.gpu.pairs import backend_of, gpu_pair, new_player
 from aquiline.backends.gpu.program import Program
 from aquiline.errors import PerfViolation
 from aquiline.ops.perf_watch import PerfWatch
+from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.drafting import Chain, NoDraft, Static
 
 TREE = Static(((0,), (0, 0)))
@@ -56,6 +57,15 @@ def test_a_program_that_is_built_late() -> None:
     player.texts[0].drafting = NoDraft()
     player.step()
     assert [text.partition(" ")[0] for text in watch.violations] == ["multi-token", "compile:"]
+
+
+def test_a_shape_that_was_not_tuned() -> None:
+    player, _ = warmed()
+    table = TileTable("this card")
+    table.linear(34560, 2880, torch.bfloat16)
+    backend = backend_of(player)
+    backend._machine.workspace.table = table
+    assert backend.watch().violations == ["untuned: linear 34560x2880 bfloat16 on this card"]
 
 
 @pytest.mark.parametrize("rule", ["host read", "allocation"])
