@@ -8,7 +8,6 @@ from torch import Tensor
 
 from aquiline.ops.triton.launch import Launch, check_floats, check_integers, size_of
 
-
 VALUES = 512
 """Values of a row that one warp holds, at least."""
 
