@@ -63,7 +63,7 @@ class EagerModel:
         hidden = hidden.contiguous()
         run([
             norm("LM_HEAD.norm", hidden, model.final_norm, normed, slots, eps=model.config.rms_norm_eps),
-            head_logits(normed, VocabularyHead(model.head), slots, logits),
+            head_logits(normed, VocabularyHead(model.head), slots, logits, self.workspace.head_tiles(model.head)),
         ])  # fmt: skip
         return logits
 

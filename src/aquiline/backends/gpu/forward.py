@@ -20,9 +20,10 @@ from aquiline.ops.triton.experts import ExpertRoutes, expert_down, expert_gate_u
 from aquiline.ops.triton.head_draw import DrawRows
 from aquiline.ops.triton.heads import heads
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.linear import linear, partials_shape
+from aquiline.ops.triton.linear import LinearTiles, linear, partials_shape
 from aquiline.ops.triton.norm import norm
 from aquiline.ops.triton.rows import DeviceRows
+from aquiline.ops.triton.tile_table import TileTable
 from aquiline.ops.triton.tree_rows import DeviceSlots
 from aquiline.spec.drafting import Drafting
 
@@ -30,10 +31,11 @@ from aquiline.spec.drafting import Drafting
 @dataclass(eq=False)
 class Workspace:
     """Float32 scratch of the launches of one stream, which run one after the other. It grows while launches are built;
-    those built before keep what they have. tiles: how attention is cut, for all of them."""
+    those built before keep what they have. tiles: how attention is cut, for all of them; table: how products are."""
 
     memory: Tensor
     tiles: AttentionTiles
+    table: TileTable
 
     def floats(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Room for tensors that are in use together."""
@@ -47,9 +49,14 @@ class Workspace:
         self, name: str, x: Tensor, weight: Tensor, out: Tensor, slots: Tensor, bias: Tensor | None = None
     ) -> tuple[Launch, ...]:  # fmt: skip
         """A linear of rows, with scratch where it needs some."""
-        shape = partials_shape(len(x), *weight.shape)
+        tiles = self.table.linear(*weight.shape, weight.dtype)
+        shape = partials_shape(len(x), *weight.shape, tiles)
         partials = self.floats(shape)[0] if shape[0] else None
-        return linear(name, x, weight, out, slots, bias=bias, partials=partials)
+        return linear(name, x, weight, out, slots, bias=bias, partials=partials, tiles=tiles)
+
+    def head_tiles(self, weight: Tensor) -> LinearTiles:
+        """How a head is cut."""
+        return self.table.head(*weight.shape, weight.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import cast
 
@@ -21,7 +22,10 @@ from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.ops.host_buffer import HostBuffer
 from aquiline.ops.perf_watch import PerfWatch
 from aquiline.ops.triton.attention import AttentionTiles
+from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.drafting import Drafting
+
+logger = logging.getLogger(__name__)
 
 
 class GpuBackend(TorchBackend):
@@ -30,11 +34,12 @@ class GpuBackend(TorchBackend):
     pages = GpuPages
 
     def __init__(
-        self, target: DeviceModel, draft: DeviceDraft | None, kv_dtype: torch.dtype, sizes: Sizes, tiles: AttentionTiles
+        self, target: DeviceModel, draft: DeviceDraft | None, kv_dtype: torch.dtype, sizes: Sizes,
+        tiles: AttentionTiles, table: TileTable,
     ) -> None:  # fmt: skip
         device = target.embed.device
         state = MailedState(sizes, device, 3 * bucket(sizes.num_slots))
-        workspace = Workspace(torch.empty(0, device=device), tiles)
+        workspace = Workspace(torch.empty(0, device=device), tiles, table)
         head = None if draft is None else EagerDraft(draft, workspace)
         super().__init__(EagerTarget(target, workspace), head, kv_dtype, state)
         parts = None
@@ -42,6 +47,7 @@ class GpuBackend(TorchBackend):
             parts = DraftParts(draft, cast(GpuPages, self._draft.storage), self._draft.fused)
         self._machine = Machine(target, cast(GpuPages, self.storage), state, workspace, parts)
         self.programs: dict[Bucket, Program] = {}
+        self.table = table
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see
         self.is_traced = False  # whether programs run launch by launch, under the names of a trace's ranges (NVTX)
@@ -113,7 +119,13 @@ class GpuBackend(TorchBackend):
     def watch(self, is_strict: bool = False) -> PerfWatch:
         """The warm-up is over: from now on watch the rules of PERF mode. is_strict: the first breach raises."""
         self.perf = PerfWatch(self.device, is_strict)
+        self._watch_tiles(self.perf)
         return self.perf
+
+    def _watch_tiles(self, perf: PerfWatch) -> None:
+        """Note the shapes whose tiles were not measured on this device."""
+        for key in self.table.misses:
+            perf.note("untuned", str(key))
 
     def watch_perf(self) -> list[str]:  # noqa: D102
         return self.watch().violations
@@ -143,4 +155,6 @@ class GpuBackend(TorchBackend):
                 state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
                 state.write_changes()
                 program.capture(self._pool)
+            if len(self.programs) == 1:
+                logger.info("%s", self.table.describe())
         return self.programs[key]

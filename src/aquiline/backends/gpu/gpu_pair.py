@@ -14,6 +14,7 @@ from aquiline.ops.control_groups import free_memory
 from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.ops.triton.heads import check_head_size
 from aquiline.ops.triton.launch import IS_INTERPRETED
+from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.match_events import MatchEvents
 from aquiline.spec.text_index import SuffixIndex
 
@@ -38,7 +39,8 @@ class GpuPair:
         kv_dtype: str = "auto",
         device: str = "cuda",
         draft_dtype: str | None = None,
-        tiles: AttentionTiles = AttentionTiles(),
+        tiles: AttentionTiles | None = None,
+        table: TileTable | None = None,
     ) -> None:
         check_device(device)
         for setting, value in (("dtype", dtype), ("draft_dtype", draft_dtype or dtype)):
@@ -52,7 +54,10 @@ class GpuPair:
         if any(part.kind != MXFP4 for layer in target.layers for part in experts_of(layer)):
             raise ValueError(f"family={target.config.family!r}: only experts in MXFP4 have kernels; use device='cpu'")
         self.arithmetic = self.kv_dtype = dtype
-        self.device, self._tiles = torch.device(device), tiles
+        self.device = torch.device(device)
+        self._table = table or TileTable.of(self._device_name)
+        config, stored = target.config, DTYPES[dtype]
+        self._tiles = tiles or self._table.attention(config.num_heads, config.num_kv_heads, config.head_dim, stored)
         try:
             storage = Storage(DTYPES[dtype], self.device)
             self._target = DeviceModel.of(target, storage)
@@ -63,7 +68,7 @@ class GpuPair:
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         try:
-            return GpuBackend(self._target, self._draft, DTYPES[self.kv_dtype], sizes, self._tiles)
+            return GpuBackend(self._target, self._draft, DTYPES[self.kv_dtype], sizes, self._tiles, self._table)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{sizes.num_pages} pages of {sizes.page_size} tokens do not fit into the memory of {self.device}; "
@@ -87,9 +92,13 @@ class GpuPair:
         return int(torch.cuda.mem_get_info(self.device)[0]) if self.device.type == "cuda" else free_memory()
 
     def system(self) -> dict[str, object]:  # noqa: D102
+        how: dict[str, object] = {"isa": "triton", "threads": 1, "device": str(self.device)}
+        return how | {"gpu": self._device_name, "torch": torch.__version__}
+
+    @property
+    def _device_name(self) -> str:
         is_cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if is_cuda else "Triton's interpreter"
-        return {"isa": "triton", "threads": 1, "device": str(self.device), "gpu": name, "torch": torch.__version__}
+        return torch.cuda.get_device_name(self.device) if is_cuda else "Triton's interpreter"
 
     def close(self) -> None:
         """One process has nothing to end."""

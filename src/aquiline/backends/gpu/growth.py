@@ -48,6 +48,7 @@ class Growth:
         self.machine, self.parts, self.bucket, self.launches = machine, parts, bucket, launches
         self.nodes, self.growing, self.count, self.device = nodes, growing, bucket.num_decodes, growing.device
         self.head = VocabularyHead(parts.draft.model.head, parts.draft.target_ids)
+        self.tiles = machine.workspace.head_tiles(self.head.weight)
 
     def add(self) -> None:
         """Add them all."""
@@ -84,12 +85,12 @@ class Growth:
     def _chain(self, length: int, output: Tensor, normed: Tensor, rows: DrawRows) -> None:
         """Draw each token from the draft's logits with the noise that the target's draw will use."""
         at, tokens = RowBuffers.new(self.machine.state, self.count, 0, 1), self.nodes.tokens
-        forward, best = self._forward(at), TileBest.new(self.count, len(self.head.weight), 1, self.device)
+        forward, best = self._forward(at), TileBest.new(self.count, len(self.head.weight), 1, self.device, self.tiles)
         any_token = int(self.parts.draft.target_ids[0])  # where logits are not numbers
         for level in range(1, length + 1):
             own = tokens[:, level]
             drawn = pick_draws(best, rows.slots, own, otherwise=any_token)
-            self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best), drawn)
+            self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best, self.tiles), drawn)
             if level < length:
                 self.launches.add(LAYER, Call("tokens", partial(at.tokens.copy_, own)))
                 self._level(forward, level, level, output, None)
@@ -120,10 +121,10 @@ class Growth:
     ) -> None:  # fmt: skip
         """Enter the k best children of rows as candidates from `first` on."""
         num, end = len(normed), first + len(normed) // self.count * k
-        best = TileBest.new(num, len(self.head.weight), k, self.device)
+        best = TileBest.new(num, len(self.head.weight), k, self.device, self.tiles)
         tokens, scores = candidates.tokens[:, first:end], candidates.scores[:, first:end]
         picked = pick_children(best, rows.slots, tokens, scores, above=above)
-        self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best), picked)
+        self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best, self.tiles), picked)
 
     def _dynamic(self, way: Dynamic, output: Tensor, normed: Tensor, rows: DrawRows) -> None:
         """The best children of the roots, then of a beam, level by level; the best of all are the nodes."""

@@ -102,12 +102,13 @@ class Program:
         at = replace(at, rows=replace(at.rows, path=path), tokens=self.nodes.tokens.view(-1))
         forward = TargetForward(machine.target, machine.pages, at, self.bucket.spans, machine.workspace)
         head, drawn = VocabularyHead(machine.target.head), torch.zeros_like(at.tokens)
-        best = TileBest.new(B * N, len(head.weight), 1, self.device)
+        tiles = machine.workspace.head_tiles(head.weight)
+        best = TileBest.new(B * N, len(head.weight), 1, self.device, tiles)
         self.launches.add("EAGLE_TREE_MASKS", tree_rows(self.active, machine.slots, self.nodes, at.rows))
         if self.bucket.is_checked:
             limit, pages = self.bucket.spans * machine.workspace.tiles.span, machine.state.sizes.num_pages
             self.launches.add("EAGLE_TREE_MASKS", check_rows(at.rows, pages, limit, self.broken))
-        drawing = best_by_tile(forward.normed, head, machine.drawing(at.rows, 1), best)
+        drawing = best_by_tile(forward.normed, head, machine.drawing(at.rows, 1), best, tiles)
         self.launches.add("BASE_", *forward.launches())
         self.launches.add("BASE_LM_HEAD", drawing, pick_draws(best, forward.slots, drawn))
         limits = torch.full_like(machine.state.root, self.bucket.way.max_depth)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from torch import Tensor
 from aquiline.ops.triton.attention import SpanBuffers, attention, spans_kernel
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, head_kernel
 from aquiline.ops.triton.launch import Launch
+from aquiline.ops.triton.launches import Call
 from aquiline.ops.triton.linear import linear, linear_kernel, partials_shape
 from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tile_table import TileEntry, TileKey, Tiles
@@ -37,15 +38,6 @@ CHOICES: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 Timer = Callable[[Sequence[Launch]], float]
 """Microseconds that launches take one after the other; infinite where the device cannot run them."""
-
-
-class Named(Protocol):
-    """What a program is made of."""
-
-    @property
-    def name(self) -> str:
-        """Of its range in a trace."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class TileUse:
         return make(self, tiles, device)
 
 
-def inventory(launches: Iterable[Named]) -> list[TileUse]:
+def inventory(launches: Iterable[Launch | Call]) -> list[TileUse]:
     """Every use of tiles among the launches of programs, most frequent first; equal ones are counted."""
     found = Counter(use for launch in launches if isinstance(launch, Launch) and (use := _use(launch)) is not None)
     return [replace(use, count=count) for use, count in found.most_common()]
