@@ -21,7 +21,7 @@ TREE = Static(((0,), (0, 0)))
 
 
 def warmed(way: Any = Chain(1), pair: GpuPair | None = None, **settings: Any) -> tuple[Player, PerfWatch]:
-    """A player that has decoded, and what watches it from now on. pair: by default one all of whose shapes are tuned."""
+    """A player that has decoded, and what watches it from now on. pair: by default one whose shapes are tuned."""
     player = new_player(pair or gpu_pair())
     backend_of(player).checks_masks = True
     player.add(words(5, 2), way, chunk=5, **{"sampling": SAMPLED, **settings})

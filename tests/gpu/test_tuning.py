@@ -110,7 +110,7 @@ def test_launches_that_are_timed_are_those_of_the_inventory() -> None:
 
 
 def test_the_inventory_of_a_run_is_that_of_its_programs() -> None:
-    """Two programs of a tiny pair, plain and a chain of two: each of its products, once for each time it is launched."""
+    """A tiny pair with a chain of two: each product of its program, once for each time it is launched."""
     decoder, head = tiny_pair(0, MINI, MINI_DRAFT)
     table = TileTable("interpreter")
     pair = GpuPair(*weights_of(decoder, head), "float32", device=str(DEVICE), tiles=TILES, table=table)
@@ -169,10 +169,11 @@ def test_the_shapes_that_read_the_most_are_tuned_and_other_entries_stay() -> Non
     uses = [TileUse(key, 1, "bfloat16", "x", count=count) for key, count in ((small, 9), (MLP, 1), (head, 2))]
     assert list(by_key(uses, ("linear", "head"), 2)) == [MLP, head]
     assert list(by_key(uses, ("attention",), 9)) == []
-    keys, told = by_key(uses, ("linear",), 1), list[TileKey]()
+    keys, told = by_key(uses, ("linear",), 1), list[str]()
     before = TileTable("card", {old: TileEntry(LinearTiles(), 1.0, 1.0)})
-    table = tune(before, keys, lambda own: 2.0, torch.device("meta"), lambda key, entry: told.append(key))
-    assert list(table.entries) == [old, MLP] and told == [MLP]
+    table = tune(before, keys, lambda own: 2.0, torch.device("meta"), told.append)
+    assert list(table.entries) == [old, MLP]
+    assert told == [f"{MLP}: 2.0 us, 2.0 with the default tiles: {MLP.default}"]
     assert table.entries[MLP] == TileEntry(LinearTiles.of(34560, 2880), 2.0, 2.0), "what is no faster changes nothing"
 
 
