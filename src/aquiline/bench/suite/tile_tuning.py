@@ -15,7 +15,7 @@ from aquiline.bench.suite.tuning_work import TuningWork
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.ops.triton.tile_table import TileKey, TileTable, file_of
-from aquiline.ops.triton.tuning import Timer, TileUse, device_us, inventory, search
+from aquiline.ops.triton.tuning import TileUse, Timer, device_us, inventory, search
 from aquiline.spec.drafting import Drafting
 
 RECORDED_TOKENS = 8
