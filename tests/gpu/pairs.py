@@ -17,6 +17,7 @@ from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.triton.attention import AttentionTiles
+from aquiline.ops.triton.tile_table import TileEntry, TileKey, TileTable
 
 MINI = dataclasses.replace(
     TINY, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1
@@ -24,8 +25,18 @@ MINI = dataclasses.replace(
 MINI_DRAFT = dataclasses.replace(
     TINY_DRAFT, model=dataclasses.replace(MINI, num_layers=1), target_hidden_size=32, capture=(0, 1)
 )  # fmt: skip
-TILES = AttentionTiles(span=64, block=64)
-"""Spans of one block: a long span costs the interpreter as much where nothing is seen."""
+
+
+class Tuned(dict[TileKey, TileEntry]):
+    """An entry for every shape, with spans of one block: a long span costs the interpreter as much where nothing is
+    seen."""
+
+    def get(self, key: TileKey, default: Any = None) -> TileEntry:
+        return TileEntry(AttentionTiles(span=64, block=64) if key.kind == "attention" else key.default, 1.0, 1.0)
+
+
+def new_table() -> TileTable:
+    return TileTable("here", Tuned())
 
 
 def weights(target: ModelConfig = MINI, draft: DraftConfig = MINI_DRAFT) -> tuple[ModelWeights, DraftWeights | None]:
@@ -33,7 +44,7 @@ def weights(target: ModelConfig = MINI, draft: DraftConfig = MINI_DRAFT) -> tupl
 
 
 def new_gpu(*configs: Any, dtype: str = "float32") -> GpuPair:
-    return GpuPair(*weights(*configs), dtype, device=str(DEVICE), tiles=TILES)
+    return GpuPair(*weights(*configs), dtype, device=str(DEVICE), table=new_table())
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.backends.playing import SAMPLED, WAYS, words
 from tests.conftest import GEMMA
-from tests.gpu.pairs import MINI, TILES, new_player, told, weights
+from tests.gpu.pairs import MINI, new_player, new_table, told, weights
 from tests.gpu.running import DEVICE
 from tests.gpu.test_packed_experts import random_blocks
 
@@ -19,7 +19,7 @@ from aquiline.models.model_config import Experts
 from aquiline.models.model_weights import LayerWeights, ModelWeights, MoeWeights
 
 GPT_OSS: dict[str, Any] = {
-    "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (5, 0), "experts": Experts(4, 2, has_bias=True),
+    "qkv_bias": True, "o_bias": True, "sinks": True, "windows": (5, 0), "experts": Experts(16, 2, has_bias=True),
     "activation": "clamped", "activation_limit": 7.0,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {"gpt-oss": GPT_OSS, "gemma3": GEMMA | {"windows": (5, 0)}}
@@ -47,7 +47,7 @@ def test_the_same_trees_and_texts(family: str) -> None:
     target, draft = weights(dataclasses.replace(MINI, **FAMILIES[family]))
     target, played = with_packed_experts(target), []
     for pair in (
-        GpuPair(target, draft, "float32", device=str(DEVICE), tiles=TILES),
+        GpuPair(target, draft, "float32", device=str(DEVICE), table=new_table()),
         TorchPair(target, draft, "float32"),
     ):
         player = new_player(pair)

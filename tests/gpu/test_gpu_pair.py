@@ -13,12 +13,14 @@ from tests.gpu.pairs import MINI, backend_of, gpu_pair, new_gpu, new_player, twi
 from tests.gpu.running import DEVICE, IS_INTERPRETED
 
 from aquiline.backends import choose
+from aquiline.backends.base import Sizes
 from aquiline.backends.gpu import gpu_pair as module
 from aquiline.backends.gpu.gpu_pair import GpuPair, check_device
 from aquiline.backends.torch.decoder import Decoder
 from aquiline.config import Environment, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels
+from aquiline.parity.observe import view_of
 from aquiline.spec.drafting import Chain, NoDraft
 
 
@@ -82,6 +84,11 @@ def test_what_it_says_of_itself() -> None:
     assert pair.is_exact and pair.system()["gpu"] == (
         "Triton's interpreter" if IS_INTERPRETED else pair.system()["gpu"]
     )
+
+
+def test_stages_that_are_not_seen() -> None:
+    with pytest.raises(ValueError, match="device='cuda': stages are seen on a CPU alone"):
+        view_of(gpu_pair(), Sizes(1, 4, 16, 4, 16))
 
 
 def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,9 @@ def test_halves_are_widened_when_they_are_read(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [1, 5, 16, 70], ids=str)
 def test_windows_and_sinks(window: int) -> None:
-    rows = [*TREE, Row(1), Row(17), *(Row(n) for n in (63, 64, 65, 66, 140))]
-    check(Case(PLAIN, rows, group=7, window=window, sinks=randn(4, seed=5)))
+    sinks = randn(4, seed=5)
+    check(Case(PLAIN, [*TREE, *(Row(n, slot=1) for n in range(60, 67))], group=7, window=window, sinks=sinks))
+    check(Case(PLAIN, [Row(1), Row(17, slot=1), Row(140, slot=2)], window=window, sinks=sinks))
 
 
 def test_keys_before_the_first_are_not_read() -> None:
@@ -111,7 +112,7 @@ def test_dead_rows_and_dead_groups_are_neither_read_nor_written() -> None:
         ((4, 3, 16), 2, "4 heads do not share 3 KV heads evenly"),
         ((4, 2, 24), 2, "head_dim=24 has no kernel; heads are multiples of 16 up to 256"),
         ((4, 2, 272), 2, "head_dim=272 has no kernel"),
-        ((4, 2, 16), 3, r"sums has the shape \(1, 4, 2, 16\); make it \(1, 4, 3, 16\)"),
+        ((4, 2, 16), 3, r"stats has the shape \(1, 4, 3, 2\); make it \(1, 4, 2, 2\)"),
     ],
     ids=["heads", "head size", "large head", "scratch"],
 )

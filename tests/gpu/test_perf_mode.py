@@ -8,28 +8,23 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.playing import SAMPLED, Player, words
-from tests.gpu.pairs import backend_of, gpu_pair, new_gpu, new_player
+from tests.gpu.pairs import backend_of, gpu_pair, new_player
 
-from aquiline.backends.gpu.gpu_pair import GpuPair
 from aquiline.backends.gpu.program import Program
 from aquiline.errors import PerfViolation
 from aquiline.ops.perf_watch import PerfWatch
-from aquiline.ops.triton.tile_table import TileEntry
+from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.drafting import Chain, NoDraft, Static
 
 TREE = Static(((0,), (0, 0)))
 
 
-def warmed(way: Any = Chain(1), pair: GpuPair | None = None, **settings: Any) -> tuple[Player, PerfWatch]:
-    """A player that has decoded, and what watches it from now on. pair: by default one whose shapes are tuned."""
-    player = new_player(pair or gpu_pair())
+def warmed(way: Any = Chain(1), **settings: Any) -> tuple[Player, PerfWatch]:
+    """A player that has decoded, and what watches it from now on."""
+    player = new_player(gpu_pair())
     backend_of(player).checks_masks = True
     player.add(words(5, 2), way, chunk=5, **{"sampling": SAMPLED, **settings})
     player.step(), player.step()
-    if pair is None:
-        table = backend_of(player).table
-        table.entries = {key: TileEntry(key.default, 1.0, 1.0) for key in (*table.hits, *table.misses)}
-        table.misses.clear()
     return player, backend_of(player).watch()
 
 
@@ -43,12 +38,6 @@ def test_a_step_that_no_program_holds() -> None:
     player, watch = warmed(sampling=dataclasses.replace(SAMPLED, logprobs=1))
     player.step()
     assert watch.violations == ["fallback: log-probabilities of slot 0"]
-
-
-def test_shapes_that_were_not_tuned() -> None:
-    _, watch = warmed(pair=new_gpu())
-    assert {text.partition(" ")[0] for text in watch.violations} == {"untuned:"}
-    assert {"untuned: linear 64x32 float32", "untuned: head 96x32 float32"} < set(watch.violations)
 
 
 def test_a_slot_that_may_draft_and_does_not() -> None:
@@ -68,6 +57,15 @@ def test_a_program_that_is_built_late() -> None:
     player.texts[0].drafting = NoDraft()
     player.step()
     assert [text.partition(" ")[0] for text in watch.violations] == ["multi-token", "compile:"]
+
+
+def test_a_shape_that_was_not_tuned() -> None:
+    player, _ = warmed()
+    table = TileTable("this card")
+    table.linear(34560, 2880, torch.bfloat16)
+    backend = backend_of(player)
+    backend._machine.workspace.table = table
+    assert backend.watch().violations == ["untuned: linear 34560x2880 bfloat16 on this card"]
 
 
 @pytest.mark.parametrize("rule", ["host read", "allocation"])

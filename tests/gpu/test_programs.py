@@ -10,7 +10,18 @@ import pytest
 import torch
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
 from tests.conftest import tiny_pair, weights_of
-from tests.gpu.pairs import MINI, MINI_DRAFT, TILES, backend_of, gpu_pair, new_gpu, new_player, told, twin_pair, weights
+from tests.gpu.pairs import (
+    MINI,
+    MINI_DRAFT,
+    backend_of,
+    gpu_pair,
+    new_gpu,
+    new_player,
+    new_table,
+    told,
+    twin_pair,
+    weights,
+)
 from tests.gpu.running import DEVICE
 
 from aquiline.backends.gpu.gpu_pair import GpuPair
@@ -121,7 +132,7 @@ def test_logits_that_are_not_numbers(part: str) -> None:
     (head.norm if part == "draft" else decoder.final_norm).data[5] = float("nan")
     told_by = []
     for new in (
-        lambda *own: GpuPair(*own, "float32", device=str(DEVICE), tiles=TILES),
+        lambda *own: GpuPair(*own, "float32", device=str(DEVICE), table=new_table()),
         lambda *own: TorchPair(*own, "float32"),
     ):
         player = new_player(new(*weights_of(decoder, head)))

@@ -41,18 +41,18 @@ class EagerModel:
 
     def _pieces(self, rows: EagerRows) -> Iterator[tuple[Any, list[Launch], slice]]:
         """For each piece of the rows the forward that holds it, filled, with its launches."""
-        levels, spans = MAX_DEPTH * bool(rows.path.shape[1]), bucket(-(-rows.longest // self.workspace.tiles.span))
+        levels, context = MAX_DEPTH * bool(rows.path.shape[1]), bucket(rows.longest)
         for piece in rows.pieces(self.model.config.experts):
             count = bucket(rows.columns[0, piece].shape[0])
             key = count, levels, rows.group
             forward, launches = self._forwards.get(key, (None, []))
-            if forward is None or forward.span_count < spans:
-                forward = self._new(rows, RowBuffers.new(rows.pages.state, count, levels, rows.group), spans)
+            if forward is None or forward.context < context:
+                forward = self._new(rows, RowBuffers.new(rows.pages.state, count, levels, rows.group), context)
                 self._forwards[key] = forward, (launches := forward.launches())
             rows.fill(forward.at, piece)
             yield forward, launches, piece
 
-    def _new(self, rows: EagerRows, at: RowBuffers, spans: int) -> Any:
+    def _new(self, rows: EagerRows, at: RowBuffers, context: int) -> Any:
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, is_whole: bool = True) -> Tensor:
@@ -60,10 +60,10 @@ class EagerModel:
         model, n = self.model, len(hidden)
         slots = torch.zeros(n, dtype=torch.int32, device=hidden.device)
         normed, logits = hidden.new_empty(hidden.shape, dtype=model.dtype), hidden.new_empty(n, len(model.head))
-        hidden = hidden.contiguous()
+        hidden, tiles = hidden.contiguous(), self.workspace.table.head(*model.head.shape, model.dtype)
         run([
             norm("LM_HEAD.norm", hidden, model.final_norm, normed, slots, eps=model.config.rms_norm_eps),
-            head_logits(normed, VocabularyHead(model.head), slots, logits, self.workspace.head_tiles(model.head)),
+            head_logits(normed, VocabularyHead(model.head), slots, logits, tiles),
         ])  # fmt: skip
         return logits
 
@@ -75,8 +75,8 @@ class EagerTarget(EagerModel):
         super().__init__(model, workspace)
         self.config, self.embed = model.config, model.embed
 
-    def _new(self, rows: EagerRows, at: RowBuffers, spans: int) -> TargetForward:
-        return TargetForward(self.model, rows.pages, at, spans, self.workspace)
+    def _new(self, rows: EagerRows, at: RowBuffers, context: int) -> TargetForward:
+        return TargetForward(self.model, rows.pages, at, context, self.workspace)
 
     def __call__(self, tokens: Tensor, positions: Tensor, rows: EagerRows) -> DecoderOutput:
         """As Decoder.forward; the rows bring their tokens and positions."""
@@ -99,8 +99,8 @@ class EagerDraft(EagerModel):
         super().__init__(draft.model, workspace)
         self.draft, self.config = draft, draft.config
 
-    def _new(self, rows: EagerRows, at: RowBuffers, spans: int) -> DraftForward:
-        return DraftForward(self.draft, rows.pages, at, spans, self.workspace)
+    def _new(self, rows: EagerRows, at: RowBuffers, context: int) -> DraftForward:
+        return DraftForward(self.draft, rows.pages, at, context, self.workspace)
 
     def __call__(self, g: Tensor, tokens: Tensor, positions: Tensor, rows: EagerRows) -> Tensor:
         """As DraftHead.forward; the rows bring their tokens and positions."""

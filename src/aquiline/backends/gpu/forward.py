@@ -14,13 +14,13 @@ from aquiline.backends.gpu.mailbox import MailedState
 from aquiline.backends.gpu.pages import GpuPages, RowBuffers
 from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, Layer
 from aquiline.ops.triton.activation import activation
-from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention
+from aquiline.ops.triton.attention import SpanBuffers, attention
 from aquiline.ops.triton.embedding import embedding
 from aquiline.ops.triton.experts import ExpertRoutes, expert_down, expert_gate_up, route, sum_experts
-from aquiline.ops.triton.head_draw import DrawRows
+from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile
 from aquiline.ops.triton.heads import heads
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.linear import LinearTiles, linear, partials_shape
+from aquiline.ops.triton.linear import linear, partials_shape
 from aquiline.ops.triton.norm import norm
 from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tile_table import TileTable
@@ -31,10 +31,9 @@ from aquiline.spec.drafting import Drafting
 @dataclass(eq=False)
 class Workspace:
     """Float32 scratch of the launches of one stream, which run one after the other. It grows while launches are built;
-    those built before keep what they have. tiles: how attention is cut, for all of them; table: how products are."""
+    those built before keep what they have. table: how all of them are cut."""
 
     memory: Tensor
-    tiles: AttentionTiles
     table: TileTable
 
     def floats(self, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -49,14 +48,17 @@ class Workspace:
         self, name: str, x: Tensor, weight: Tensor, out: Tensor, slots: Tensor, bias: Tensor | None = None
     ) -> tuple[Launch, ...]:  # fmt: skip
         """A linear of rows, with scratch where it needs some."""
-        tiles = self.table.linear(*weight.shape, weight.dtype)
-        shape = partials_shape(len(x), *weight.shape, tiles)
+        N, K = weight.shape
+        tiles = self.table.linear(N, K, weight.dtype)
+        shape = partials_shape(len(x), N, K, tiles)
         partials = self.floats(shape)[0] if shape[0] else None
         return linear(name, x, weight, out, slots, bias=bias, partials=partials, tiles=tiles)
 
-    def head_tiles(self, weight: Tensor) -> LinearTiles:
-        """How a head is cut."""
-        return self.table.head(*weight.shape, weight.dtype)
+    def best(self, x: Tensor, head: VocabularyHead, rows: DrawRows, count: int) -> tuple[TileBest, Launch]:
+        """The `count` best tokens of normed rows by tiles of the vocabulary, and the launch that finds them."""
+        tiles = self.table.head(*head.weight.shape, head.weight.dtype)
+        best = TileBest.new(len(x), len(head.weight), count, x.device, tiles)
+        return best, best_by_tile(x, head, rows, best, tiles)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +74,15 @@ class Mixture:
 
 class Forward:
     """A decoder's layers over R rows. hidden float32 [R, H]: the residual stream, after the launches that of the last
-    layer; normed [R, H]: its final norm, in the weights' dtype. span_count: spans of keys that a row may see."""
+    layer; normed [R, H]: its final norm, in the weights' dtype. context: keys that a row may see."""
 
     def __init__(
-        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace, prefix: str
+        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, context: int, workspace: Workspace, prefix: str
     ) -> None:  # fmt: skip
         self.model, self.pages, self.at, self.workspace, self.prefix = model, pages, at, workspace, prefix
-        self.slots, self.span_count, config = at.rows.slots, span_count, model.config
+        self.slots, self.context, config = at.rows.slots, context, model.config
         Dh, Hq, Hkv = config.head_dim, config.num_heads, config.num_kv_heads
+        self.tiles = workspace.table.attention(Hq, Hkv, Dh, pages.k.dtype)
         self.hidden, self.delta = self._floats(config.hidden_size), self._floats(config.hidden_size)
         self.normed = self._stored(config.hidden_size)
         self.qkv, self.q = self._floats((Hq + 2 * Hkv) * Dh), self._stored(Hq * Dh, pages.k.dtype).view(-1, Hq, Dh)
@@ -118,9 +121,8 @@ class Forward:
         window = config.window(index)
         rotation = self.pages.local if window else self.pages.full
         k, v = self.pages.k[index], self.pages.v[index]
-        sums, stats = self.workspace.floats(
-            (*self.q.shape[:2], self.span_count, config.head_dim), (*self.q.shape[:2], self.span_count, 2)
-        )
+        spans = *self.q.shape[:2], -(-self.context // self.tiles.span)
+        sums, stats = self.workspace.floats((*spans, config.head_dim), (*spans, 2))
         return [
             *self.linear("ATTENTION_FMHA.qkv", x, layer["qkv"], self.qkv, layer.get("qkv_bias")),
             heads(
@@ -129,7 +131,7 @@ class Forward:
             ),
             *attention(
                 f"{name}.spans", self.q, k, v, rows, self.attended, SpanBuffers(sums, stats),
-                scale=config.attention_scale, window=window, sinks=layer.get("sinks"), tiles=self.workspace.tiles,
+                scale=config.attention_scale, window=window, sinks=layer.get("sinks"), tiles=self.tiles,
             ),
             *self.linear("ATTENTION_FMHA.o", self.attended, layer["o"], self.delta, layer.get("o_bias")),
         ]  # fmt: skip
@@ -175,9 +177,9 @@ class TargetForward(Forward):
     """The target over R rows. features [R, C * H]: of the captured layers, in the weights' dtype."""
 
     def __init__(
-        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace
+        self, model: DeviceModel, pages: GpuPages, at: RowBuffers, context: int, workspace: Workspace
     ) -> None:  # fmt: skip
-        super().__init__(model, pages, at, span_count, workspace, "BASE_")
+        super().__init__(model, pages, at, context, workspace, "BASE_")
         self.features = self._stored(len(model.capture) * model.config.hidden_size)
 
     def launches(self) -> list[Launch]:
@@ -211,9 +213,9 @@ class DraftForward(Forward):
     """The draft's layer over R rows. hidden: the rows' g before the launches, their output after."""
 
     def __init__(
-        self, draft: DeviceDraft, pages: GpuPages, at: RowBuffers, span_count: int, workspace: Workspace
+        self, draft: DeviceDraft, pages: GpuPages, at: RowBuffers, context: int, workspace: Workspace
     ) -> None:  # fmt: skip
-        super().__init__(draft.model, pages, at, span_count, workspace, "EAGLE_DRAFT_")
+        super().__init__(draft.model, pages, at, context, workspace, "EAGLE_DRAFT_")
         self.config, width = draft.config, draft.model.config.hidden_size
         self.embedded, self.both = self._floats(width), self._stored(2 * width)
         self.given = self._floats(width) if draft.config.norm_before_residual else self.hidden
@@ -251,13 +253,13 @@ def fuse(
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a program is for. way: how its trees grow, NoDraft for plain decoding; num_decodes: a power of two; spans:
-    of keys that a row may see; keeps_features: whether any of its slots may ever ask for the draft; is_checked: whether
-    a kernel checks what the trees' rows see."""
+    """What a program is for. way: how its trees grow, NoDraft for plain decoding; num_decodes: a power of two; context:
+    keys that a row may see; keeps_features: whether any of its slots may ever ask for the draft; is_checked: whether a
+    kernel checks what the trees' rows see."""
 
     way: Drafting
     num_decodes: int
-    spans: int
+    context: int
     keeps_features: bool
     is_checked: bool = False
 

@@ -21,7 +21,6 @@ from aquiline.backends.torch.slot_state import HostSlot, RowSampling
 from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.ops.host_buffer import HostBuffer
 from aquiline.ops.perf_watch import PerfWatch
-from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.drafting import Drafting
 
@@ -34,12 +33,11 @@ class GpuBackend(TorchBackend):
     pages = GpuPages
 
     def __init__(
-        self, target: DeviceModel, draft: DeviceDraft | None, kv_dtype: torch.dtype, sizes: Sizes,
-        tiles: AttentionTiles, table: TileTable,
+        self, target: DeviceModel, draft: DeviceDraft | None, kv_dtype: torch.dtype, sizes: Sizes, table: TileTable
     ) -> None:  # fmt: skip
         device = target.embed.device
         state = MailedState(sizes, device, 3 * bucket(sizes.num_slots))
-        workspace = Workspace(torch.empty(0, device=device), tiles, table)
+        workspace = Workspace(torch.empty(0, device=device), table)
         head = None if draft is None else EagerDraft(draft, workspace)
         super().__init__(EagerTarget(target, workspace), head, kv_dtype, state)
         parts = None
@@ -47,7 +45,6 @@ class GpuBackend(TorchBackend):
             parts = DraftParts(draft, cast(GpuPages, self._draft.storage), self._draft.fused)
         self._machine = Machine(target, cast(GpuPages, self.storage), state, workspace, parts)
         self.programs: dict[Bucket, Program] = {}
-        self.table = table
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see
         self.is_traced = False  # whether programs run launch by launch, under the names of a trace's ranges (NVTX)
@@ -118,14 +115,11 @@ class GpuBackend(TorchBackend):
 
     def watch(self, is_strict: bool = False) -> PerfWatch:
         """The warm-up is over: from now on watch the rules of PERF mode. is_strict: the first breach raises."""
-        self.perf = PerfWatch(self.device, is_strict)
-        self._watch_tiles(self.perf)
+        self.perf, table = PerfWatch(self.device, is_strict), self._machine.workspace.table
+        logger.info(table.describe())
+        for key in table.misses:
+            self.perf.note("untuned", f"{key} on {table.device}")
         return self.perf
-
-    def _watch_tiles(self, perf: PerfWatch) -> None:
-        """Note the shapes whose tiles were not measured on this device."""
-        for key in self.table.misses:
-            perf.note("untuned", str(key))
 
     def watch_perf(self) -> list[str]:  # noqa: D102
         return self.watch().violations
@@ -143,9 +137,10 @@ class GpuBackend(TorchBackend):
 
     def _program(self, way: Drafting, hosts: list[HostSlot]) -> Program:
         """The program for a way to draft and so many slots with so long texts, built when it is first needed."""
-        longest = max(host.max_root for host in hosts) + way.lookahead + 1
-        spans = bucket(-(-longest // self._machine.workspace.tiles.span))
-        key = Bucket(way, bucket(len(hosts)), spans, any(host.admit.drafts for host in hosts), self.checks_masks)
+        longest, c = max(host.max_root for host in hosts) + way.lookahead + 1, self.decoder.config
+        least = self._machine.workspace.table.attention(c.num_heads, c.num_kv_heads, c.head_dim, self.storage.k.dtype)
+        context = bucket(max(longest, least.span))
+        key = Bucket(way, bucket(len(hosts)), context, any(host.admit.drafts for host in hosts), self.checks_masks)
         if key not in self.programs:
             if self.perf is not None:
                 self.perf.note("compile", f"{key} after the warm-up")
@@ -155,6 +150,4 @@ class GpuBackend(TorchBackend):
                 state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
                 state.write_changes()
                 program.capture(self._pool)
-            if len(self.programs) == 1:
-                logger.info("%s", self.table.describe())
         return self.programs[key]

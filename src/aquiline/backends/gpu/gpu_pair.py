@@ -11,7 +11,6 @@ from aquiline.blocks import MXFP4, Parts
 from aquiline.errors import OutOfMemory
 from aquiline.models.model_weights import DraftWeights, LayerWeights, ModelWeights, MoeWeights
 from aquiline.ops.control_groups import free_memory
-from aquiline.ops.triton.attention import AttentionTiles
 from aquiline.ops.triton.heads import check_head_size
 from aquiline.ops.triton.launch import IS_INTERPRETED
 from aquiline.ops.triton.tile_table import TileTable
@@ -26,8 +25,9 @@ LEAST_CAPABILITY = (8, 0)
 class GpuPair:
     """Target and draft on one CUDA device, or on a CPU where Triton's interpreter runs the kernels.
 
-    Weights, keys and values are stored in `dtype`; sums are float32. Raises ValueError for a device, a dtype or a
-    geometry that has no kernels here, OutOfMemory where the weights do not fit."""
+    Weights, keys and values are stored in `dtype`; sums are float32. table: how kernels are cut, by default as they
+    were tuned for this device. Raises ValueError for a device, a dtype or a geometry that has no kernels here,
+    OutOfMemory where the weights do not fit."""
 
     name, is_exact = "gpu", True
 
@@ -39,7 +39,6 @@ class GpuPair:
         kv_dtype: str = "auto",
         device: str = "cuda",
         draft_dtype: str | None = None,
-        tiles: AttentionTiles | None = None,
         table: TileTable | None = None,
     ) -> None:
         check_device(device)
@@ -55,9 +54,7 @@ class GpuPair:
             raise ValueError(f"family={target.config.family!r}: only experts in MXFP4 have kernels; use device='cpu'")
         self.arithmetic = self.kv_dtype = dtype
         self.device = torch.device(device)
-        self._table = table or TileTable.of(self._device_name)
-        config, stored = target.config, DTYPES[dtype]
-        self._tiles = tiles or self._table.attention(config.num_heads, config.num_kv_heads, config.head_dim, stored)
+        self._table = TileTable.of(self._name) if table is None else table
         try:
             storage = Storage(DTYPES[dtype], self.device)
             self._target = DeviceModel.of(target, storage)
@@ -68,7 +65,7 @@ class GpuPair:
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         try:
-            return GpuBackend(self._target, self._draft, DTYPES[self.kv_dtype], sizes, self._tiles, self._table)
+            return GpuBackend(self._target, self._draft, DTYPES[self.kv_dtype], sizes, self._table)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{sizes.num_pages} pages of {sizes.page_size} tokens do not fit into the memory of {self.device}; "
@@ -92,13 +89,12 @@ class GpuPair:
         return int(torch.cuda.mem_get_info(self.device)[0]) if self.device.type == "cuda" else free_memory()
 
     def system(self) -> dict[str, object]:  # noqa: D102
-        how: dict[str, object] = {"isa": "triton", "threads": 1, "device": str(self.device)}
-        return how | {"gpu": self._device_name, "torch": torch.__version__}
+        own = {"device": str(self.device), "gpu": self._name, "torch": torch.__version__}
+        return {"isa": "triton", "threads": 1} | own
 
     @property
-    def _device_name(self) -> str:
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if is_cuda else "Triton's interpreter"
+    def _name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Triton's interpreter"
 
     def close(self) -> None:
         """One process has nothing to end."""

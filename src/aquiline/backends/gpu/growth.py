@@ -16,7 +16,7 @@ from torch import Tensor
 from aquiline.backends.gpu.forward import Bucket, DraftForward, DraftParts, Machine
 from aquiline.backends.gpu.pages import RowBuffers
 from aquiline.ops.triton.accept import copy_rows
-from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, pick_children, pick_draws
+from aquiline.ops.triton.head_draw import DrawRows, VocabularyHead, pick_children, pick_draws
 from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.launches import Call, Launches
 from aquiline.ops.triton.norm import norm
@@ -48,7 +48,6 @@ class Growth:
         self.machine, self.parts, self.bucket, self.launches = machine, parts, bucket, launches
         self.nodes, self.growing, self.count, self.device = nodes, growing, bucket.num_decodes, growing.device
         self.head = VocabularyHead(parts.draft.model.head, parts.draft.target_ids)
-        self.tiles = machine.workspace.head_tiles(self.head.weight)
 
     def add(self) -> None:
         """Add them all."""
@@ -63,7 +62,7 @@ class Growth:
             self._static(way, output, normed, rows)
 
     def _forward(self, at: RowBuffers) -> DraftForward:
-        return DraftForward(self.parts.draft, self.parts.pages, at, self.bucket.spans, self.machine.workspace)
+        return DraftForward(self.parts.draft, self.parts.pages, at, self.bucket.context, self.machine.workspace)
 
     def _roots(self, width: int) -> tuple[Tensor, Tensor, DrawRows]:
         """Write the draft keys that slots lack up to their roots, `width` at most. Returns the output of each slot's
@@ -85,12 +84,12 @@ class Growth:
     def _chain(self, length: int, output: Tensor, normed: Tensor, rows: DrawRows) -> None:
         """Draw each token from the draft's logits with the noise that the target's draw will use."""
         at, tokens = RowBuffers.new(self.machine.state, self.count, 0, 1), self.nodes.tokens
-        forward, best = self._forward(at), TileBest.new(self.count, len(self.head.weight), 1, self.device, self.tiles)
+        forward = self._forward(at)
         any_token = int(self.parts.draft.target_ids[0])  # where logits are not numbers
         for level in range(1, length + 1):
             own = tokens[:, level]
-            drawn = pick_draws(best, rows.slots, own, otherwise=any_token)
-            self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best, self.tiles), drawn)
+            best, found = self.machine.workspace.best(normed, self.head, rows, 1)
+            self.launches.add(HEAD, found, pick_draws(best, rows.slots, own, otherwise=any_token))
             if level < length:
                 self.launches.add(LAYER, Call("tokens", partial(at.tokens.copy_, own)))
                 self._level(forward, level, level, output, None)
@@ -120,11 +119,10 @@ class Growth:
         self, candidates: Candidates, normed: Tensor, rows: DrawRows, first: int, k: int, above: Tensor | None = None
     ) -> None:  # fmt: skip
         """Enter the k best children of rows as candidates from `first` on."""
-        num, end = len(normed), first + len(normed) // self.count * k
-        best = TileBest.new(num, len(self.head.weight), k, self.device, self.tiles)
+        end = first + len(normed) // self.count * k
+        best, found = self.machine.workspace.best(normed, self.head, rows, k)
         tokens, scores = candidates.tokens[:, first:end], candidates.scores[:, first:end]
-        picked = pick_children(best, rows.slots, tokens, scores, above=above)
-        self.launches.add(HEAD, best_by_tile(normed, self.head, rows, best, self.tiles), picked)
+        self.launches.add(HEAD, found, pick_children(best, rows.slots, tokens, scores, above=above))
 
     def _dynamic(self, way: Dynamic, output: Tensor, normed: Tensor, rows: DrawRows) -> None:
         """The best children of the roots, then of a beam, level by level; the best of all are the nodes."""

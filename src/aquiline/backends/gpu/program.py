@@ -27,7 +27,7 @@ from aquiline.ops.host_buffer import HostBuffer
 from aquiline.ops.perf_watch import PerfWatch
 from aquiline.ops.triton.accept import KeptPaths, accept_paths, copy_rows, keep_paths, move_keys
 from aquiline.ops.triton.check_rows import check_rows
-from aquiline.ops.triton.head_draw import TileBest, VocabularyHead, best_by_tile, pick_draws
+from aquiline.ops.triton.head_draw import VocabularyHead, pick_draws
 from aquiline.ops.triton.launches import Call, Launches
 from aquiline.ops.triton.tree_growth import TreeNodes
 from aquiline.ops.triton.tree_rows import tree_rows
@@ -69,7 +69,7 @@ class Program:
 
     def trace(self) -> None:
         """One step on a CUDA device, launch by launch under the names of `aquiline profile`'s ranges."""
-        for name, launches in groupby(self.launches.each, lambda launch: launch.name.partition(".")[0]):
+        for name, launches in groupby(self.launches, lambda launch: launch.name.partition(".")[0]):
             with torch.cuda.nvtx.range(name):
                 for launch in launches:
                     launch.run()
@@ -100,15 +100,13 @@ class Program:
         at = RowBuffers.new(machine.state, B * N, 0, N)
         path = self.nodes.paths[..., 1:].flatten(0, 1) if self.has_branches else None
         at = replace(at, rows=replace(at.rows, path=path), tokens=self.nodes.tokens.view(-1))
-        forward = TargetForward(machine.target, machine.pages, at, self.bucket.spans, machine.workspace)
+        forward = TargetForward(machine.target, machine.pages, at, self.bucket.context, machine.workspace)
         head, drawn = VocabularyHead(machine.target.head), torch.zeros_like(at.tokens)
-        tiles = machine.workspace.head_tiles(head.weight)
-        best = TileBest.new(B * N, len(head.weight), 1, self.device, tiles)
         self.launches.add("EAGLE_TREE_MASKS", tree_rows(self.active, machine.slots, self.nodes, at.rows))
         if self.bucket.is_checked:
-            limit, pages = self.bucket.spans * machine.workspace.tiles.span, machine.state.sizes.num_pages
-            self.launches.add("EAGLE_TREE_MASKS", check_rows(at.rows, pages, limit, self.broken))
-        drawing = best_by_tile(forward.normed, head, machine.drawing(at.rows, 1), best, tiles)
+            checked = check_rows(at.rows, machine.state.sizes.num_pages, self.bucket.context, self.broken)
+            self.launches.add("EAGLE_TREE_MASKS", checked)
+        best, drawing = machine.workspace.best(forward.normed, head, machine.drawing(at.rows, 1), 1)
         self.launches.add("BASE_", *forward.launches())
         self.launches.add("BASE_LM_HEAD", drawing, pick_draws(best, forward.slots, drawn))
         limits = torch.full_like(machine.state.root, self.bucket.way.max_depth)

@@ -145,15 +145,16 @@ def spans_kernel(
             for step in tl.range(0, TAIL_BLOCKS * ROWS, num_stages=2):
                 node = step % ROWS
                 is_node = is_live & (lane_row == node)
+                node_start = tl.max(tl.where(is_node, start, 0), 0)
                 node_context = tl.max(tl.where(is_node, context, 0), 0)
                 node_end = tl.max(tl.where(is_node, end, 0), 0)
                 place = tails + step // ROWS * BLOCK + tl.arange(0, BLOCK)
-                is_read = (place >= first) & (place < first + SPAN) & (place >= lowest) & (place < node_end)
+                is_read = (place >= first) & (place < first + SPAN) & (place >= node_start) & (place < node_end)
                 is_tail = is_read & (place >= node_context)
                 own_path = path + (first_row + node).to(tl.int64) * path_stride
                 gathered = tl.load(own_path + place - node_context, mask=is_tail, other=0)
                 index = tl.where(is_tail, node_context - 1 + gathered, place)
-                visible = (place[None, :] >= start[:, None]) & is_read[None, :] & is_node[:, None]
+                visible = is_read[None, :] & is_node[:, None]
                 top, total, weighted = attend_block(
                     queries, k_cache, v_cache, table, index, is_read, visible, top, total, weighted, scale, column,
                     kv_head, HKV, D, PAGE, OPERAND,
@@ -229,8 +230,8 @@ def attention(
     k_cache and v_cache [places, Hkv, D] as `heads` writes them. scale: what scores are multiplied with; window: keys
     that a row sees at most, its own included, 0 for all; sinks [Hq]: a logit per head that joins the softmax's
     denominator; tiles: by default those of the head's size. Every live row sees a key, and no more than the spans of
-    scratch hold. Only keys that a row of its slot sees are read. Dead rows are neither read nor written. Raises
-    ValueError for buffers that do not fit."""
+    scratch hold. Keys between those that rows of a group see may be read too. Dead rows are neither read nor written.
+    Raises ValueError for buffers that do not fit."""
     M, Hq, D = q.shape
     Hkv, num_spans = k_cache.shape[1], scratch.sums.shape[2]
     tiles = tiles or AttentionTiles.of(D)

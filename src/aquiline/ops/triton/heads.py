@@ -18,7 +18,8 @@ def rotated_heads(
     source, first_target, weight, cos, sin, eps, num_stored,
     NUM: tl.constexpr, NUM_PADDED: tl.constexpr, D: tl.constexpr, HALF_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Norm (where there is a weight [D]) and rotate NUM heads [NUM, D] at source, and store the first num_stored at first_target."""
+    """Norm (where there is a weight [D]) and rotate NUM heads [NUM, D] at source; store the first num_stored of them at
+    first_target."""
     head = tl.arange(0, NUM_PADDED)[:, None]
     column = tl.arange(0, HALF_PADDED)
     half = D // 2

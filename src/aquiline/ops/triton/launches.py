@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from aquiline.ops.triton.launch import Launch
@@ -31,7 +31,10 @@ class Launches:
         for own in launches:
             self.each.append(own if own.name.startswith(name) else replace(own, name=f"{name}.{own.name}"))
 
+    def __iter__(self) -> Iterator[Launch | Call]:
+        return iter(self.each)
+
     def run(self) -> None:
         """Issue them all."""
-        for own in self.each:
+        for own in self:
             own.run()
