@@ -30,14 +30,12 @@ def device_named(device: str) -> str:
 
 
 def record(llm: LLM, drafting: Drafting, prompts: Sequence[Sequence[int]]) -> list[TileUse]:
-    """The inventory of a run: the uses of tiles that the programs of these prompts' decode steps looked up."""
+    """The inventory of a run: the uses of tiles in the programs that decoding these prompts builds."""
     backend = llm.engine.backend
     assert isinstance(backend, GpuBackend), backend
     sampling = SamplingParams(max_tokens=RECORDED_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
     llm.generate([list(prompt) for prompt in prompts], sampling, drafting=drafting)
-    uses = inventory(launch for program in backend.programs.values() for launch in program.launches.each)
-    asked = backend.table.hits.keys() | backend.table.misses.keys()
-    return [use for use in uses if use.key in asked]
+    return inventory(launch for program in backend.programs.values() for launch in program.launches)
 
 
 def record_runs(pair: PairConfig, drafting: Drafting, work: TuningWork) -> list[TileUse]:
