@@ -18,7 +18,7 @@ from aquiline.ops.triton.tile_table import TileKey, TileTable, file_of
 from aquiline.ops.triton.tuning import TileUse, Timer, device_us, inventory, search
 from aquiline.spec.drafting import Drafting
 
-RECORDED_TOKENS = 8
+RECORDED_TOKENS = 4
 """Tokens that each sequence of a recorded run writes: the first step builds the programs of its bucket."""
 
 
