@@ -167,3 +167,18 @@ def test_trees_are_the_twins(drafting: Drafting) -> None:
     assert torch.equal(nodes.depths[own.live].long(), twin.depths)
     assert torch.equal(nodes.paths[own.live].long(), twin.levels(twin.ancestors()))
     assert not nodes.tokens[1].any(), "a dead tree is not written"
+
+
+def test_candidates_that_tie_are_chosen_the_first_first() -> None:
+    """Log-probabilities that round to 0 tie a child with its parent: the parent, which stands before it, is a node."""
+    candidates, trees = Candidates.new(1, num_candidates(2, 2), torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
+    candidates.tokens[0] = torch.arange(10)
+    candidates.parents[0, 2:] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    candidates.scores[0] = torch.tensor([0.0, -2.0, 0.0, -3.0, -9.0, -9.0, 0.0, -9.0, -9.0, -9.0])
+    nodes = TreeNodes.empty(1, 5, 3, candidates.tokens.device)
+    choose_nodes(trees, candidates, 2, nodes).run()
+    assert nodes.tokens[0, 1:].tolist() == [0, 1, 2, 6] and nodes.parents[0].tolist() == [0, 0, 0, 1, 3]
+    assert nodes.paths[0].tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 1, 3, 0], [0, 1, 3, 4]]
+    nodes = TreeNodes.empty(1, 3, 2, candidates.tokens.device)
+    choose_nodes(trees, candidates, 2, nodes).run()
+    assert nodes.tokens[0, 1:].tolist() == [0, 2], "of three candidates that tie the last is left out"

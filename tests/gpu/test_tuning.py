@@ -10,16 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import engine_config
 from tests.gpu.paged import Cache, Case, Row
+from tests.gpu.pairs import new_table, weights
 from tests.gpu.running import DEVICE, int32, poison, randn
 
-from aquiline.bench.suite.tile_tuning import by_key, tune
+from aquiline.backends.gpu.gpu_pair import GpuPair
+from aquiline.bench.suite.tile_tuning import by_key, record, tune
+from aquiline.engine.llm import LLM
+from aquiline.engine.model import LoadedModels
 from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, best_of_logits
 from aquiline.ops.triton.launch import Launch
+from aquiline.ops.triton.launches import Call
 from aquiline.ops.triton.linear import LinearTiles, linear
 from aquiline.ops.triton.tile_table import TileEntry, TileKey, TileTable, file_of
 from aquiline.ops.triton.tuning import CHOICES, TileUse, inventory, search
+from aquiline.spec.drafting import Chain
 
 MLP = TileKey("linear", (34560, 2880), "bfloat16")
 """Gate and up of gpt-oss-120b's draft."""
@@ -77,10 +84,7 @@ def launches() -> list[Launch]:
 
 
 def test_the_inventory_of_launches_names_every_product_once_with_its_count() -> None:
-    class Other:
-        name = "a copy"
-
-    uses = inventory([Other(), *launches()])
+    uses = inventory([Call("a copy", poison), *launches()])
     assert [(use.tag, use.M, use.count) for use in uses] == [
         ("o", 4, 2), ("down", 4, 1), ("LM_HEAD_DRAW", 4, 1), ("BASE_ATTENTION", 2, 1)
     ]  # fmt: skip
@@ -103,6 +107,19 @@ def test_launches_that_are_timed_are_those_of_the_inventory() -> None:
         assert again == replace(use, count=1, context=again.context) and again.context >= use.context
         for launch in made:
             launch.run()
+
+
+@pytest.mark.rare
+def test_the_inventory_of_a_run_is_that_of_its_programs() -> None:
+    """A tiny pair with a chain of two: each product of its program, once for each time it is launched."""
+    table = new_table()
+    pair = GpuPair(*weights(), "float32", device=str(DEVICE), table=table)
+    llm = LLM.from_models(LoadedModels(pair, None, "float32", 0), engine_config(1, late_reads=False))
+    uses = record(llm, Chain(2), [[5, 6, 7]])
+    found = {(str(use.key), use.M): use.count for use in uses}
+    assert found["linear 64x32 float32", 3] == 2, "gate and up of two layers over a chain's root and nodes"
+    assert {str(use.key) for use in uses} >= {"head 96x32 float32", "head 48x32 float32", "attention 2x1x16 float32"}
+    assert {use.key for use in uses} <= {*table.misses, *table.hits}, "their tiles were looked up"
 
 
 def fake_us(wanted: dict[str, int], limit: int) -> tuple[list[Launch], object]:
@@ -152,10 +169,11 @@ def test_the_shapes_that_read_the_most_are_tuned_and_other_entries_stay() -> Non
     uses = [TileUse(key, 1, "bfloat16", "x", count=count) for key, count in ((small, 9), (MLP, 1), (head, 2))]
     assert list(by_key(uses, ("linear", "head"), 2)) == [MLP, head]
     assert list(by_key(uses, ("attention",), 9)) == []
-    keys, told = by_key(uses, ("linear",), 1), list[TileKey]()
+    keys, told = by_key(uses, ("linear",), 1), list[str]()
     before = TileTable("card", {old: TileEntry(LinearTiles(), 1.0, 1.0)})
-    table = tune(before, keys, lambda own: 2.0, torch.device("meta"), lambda key, entry: told.append(key))
-    assert list(table.entries) == [old, MLP] and told == [MLP]
+    table = tune(before, keys, lambda own: 2.0, torch.device("meta"), told.append)
+    assert list(table.entries) == [old, MLP]
+    assert told == [f"{MLP}: 2.0 us, 2.0 with the default tiles: {MLP.default}"]
     assert table.entries[MLP] == TileEntry(LinearTiles.of(34560, 2880), 2.0, 2.0), "what is no faster changes nothing"
 
 

@@ -71,9 +71,7 @@ def check_fits(launches: Iterable[Launch], capability: int, is_product: bool = F
 
 
 @EACH_CARD
-@pytest.mark.parametrize(
-    ("V", "H", "count"), [(128256, 4096, 1), (151936, 3584, 2), (201088, 2880, 1), (32000, 4096, 10)]
-)
+@pytest.mark.parametrize(("V", "H", "count"), [(128256, 4096, 1), (201088, 2880, 2), (32000, 4096, 10)])
 def test_heads_and_draws_fit(V: int, H: int, count: int, capability: int) -> None:
     R = 10
     x, head = halves(R, H), VocabularyHead(halves(V, H), int32(V) if count > 2 else None)
@@ -88,7 +86,7 @@ def test_heads_and_draws_fit(V: int, H: int, count: int, capability: int) -> Non
 
 
 @EACH_CARD
-@pytest.mark.parametrize(("k", "depth", "N"), [(2, 2, 6), (10, 5, 60), (16, 16, 256)])
+@pytest.mark.parametrize(("k", "depth", "N"), [(10, 5, 60), (16, 16, 256)])
 def test_trees_fit_from_their_beams_to_the_kept_keys(k: int, depth: int, N: int, capability: int) -> None:
     B, trees = 8, int32(8)
     candidates, beams = Candidates.new(B, num_candidates(k, depth), META), [Beam.new(B, depth + 1, k, META)] * 2
@@ -112,9 +110,8 @@ def test_trees_fit_from_their_beams_to_the_kept_keys(k: int, depth: int, N: int,
 
 
 @EACH_CARD
-@pytest.mark.parametrize("num_rows", [1, 60])
-def test_experts_of_gpt_oss_fit(num_rows: int, capability: int) -> None:
-    E, H, P = 128, 2880, 4
+def test_experts_of_gpt_oss_fit(capability: int) -> None:
+    E, H, P, num_rows = 128, 2880, 4, 60
     blocks = (torch.empty(E, n, H // 32 * 17, dtype=torch.uint8, device=META) for n in (2 * H, H))
     up, down = (PackedExperts.of(own, halves(E, own.shape[1])) for own in blocks)
     routes, x, slots = ExpertRoutes.new(num_rows, E, P, META), halves(num_rows, H), int32(num_rows)

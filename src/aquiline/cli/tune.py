@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -49,32 +51,29 @@ def tune(
     shape has one entry for every number of rows, and texts of runs with another table may differ. Without an entry a
     shape runs with default tiles, which were not measured.
     """
-    import torch
-
-    from aquiline.bench.suite.tile_tuning import by_key, device_named, record_runs
-    from aquiline.bench.suite.tile_tuning import tune as tune_keys
     from aquiline.models.known_pairs import checkpoints
-    from aquiline.ops.triton.tile_table import TileEntry, TileKey, TileTable, file_of
-    from aquiline.ops.triton.tuning import device_us
 
-    name = device_named(device)
+    suite = _suite(device)
+    name = suite.device_named(device)
     for place in (out, inventory):
         check_place(place)
-    target = out or file_of(name)
     pair = named(replace(pair, device=device))
     drafter = "none" if checkpoints(pair.target, pair.draft).draft is None else "chain"
-    uses = record_runs(pair, choice.value(drafter), work)
+    uses = suite.record_runs(pair, choice.value(drafter), work)
     if inventory is not None:
-        write_whole(inventory, json.dumps([use.as_dict() for use in uses], indent=1) + "\n", "Nothing was tuned yet")
+        write_whole(
+            inventory, json.dumps([use.as_dict() for use in uses], indent=1) + "\n", "Nothing was tuned yet"
+        )  # fmt: skip
+    table = suite.tune_device(name, suite.by_key(uses, KINDS_OF[what], work.top), device, out, print)
+    print(f"{len(table.entries)} shapes of {name} are tuned")
 
-    def tell(key: TileKey, entry: TileEntry) -> None:
-        print(f"{key}: {entry.us:.1f} us, {entry.default_us:.1f} with the default tiles: {entry.tiles}")
 
-    keys = by_key(uses, KINDS_OF[what], work.top)
-    with torch.cuda.device(device):
-        table = tune_keys(TileTable.of(name, target), keys, device_us, torch.device(device), tell)
-    table.write(target)
-    print(f"{len(keys)} shapes tuned for {name}: {target}")
+def _suite(device: str) -> ModuleType:
+    """What tunes; it needs torch and Triton. Raises ValueError where one of them is missing."""
+    try:
+        return import_module("aquiline.bench.suite.tile_tuning")
+    except ImportError as error:
+        raise ValueError(f"device={device!r}: {error.name} is not installed; pip install torch triton") from None
 
 
 tune.__doc__ = f"{inspect.getdoc(tune)}\n{EXAMPLES}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import triton
@@ -13,11 +14,11 @@ from aquiline.bench.data.prompts import text_prompts
 from aquiline.bench.suite.tuning_work import TuningWork
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.ops.triton.tile_table import TileEntry, TileKey, TileTable
-from aquiline.ops.triton.tuning import TileUse, Timer, inventory, search
+from aquiline.ops.triton.tile_table import TileKey, TileTable, file_of
+from aquiline.ops.triton.tuning import TileUse, Timer, device_us, inventory, search
 from aquiline.spec.drafting import Drafting
 
-RECORDED_TOKENS = 8
+RECORDED_TOKENS = 4
 """Tokens that each sequence of a recorded run writes: the first step builds the programs of its bucket."""
 
 
@@ -67,11 +68,23 @@ def tune(
     keys: dict[TileKey, list[TileUse]],
     timer: Timer,
     device: torch.device,
-    on_entry: Callable[[TileKey, TileEntry], None],
+    say: Callable[[str], None],
 ) -> TileTable:
-    """The table with the fastest tiles of these keys, beside its entries of other keys. on_entry hears of each."""
+    """The table with the fastest tiles of these keys, beside its entries of other keys; `say` gets a line for each."""
     entries = dict(table.entries)
     for key, uses in keys.items():
-        entries[key] = search(key, uses, timer, device)
-        on_entry(key, entries[key])
+        entries[key] = found = search(key, uses, timer, device)
+        say(f"{key}: {found.us:.1f} us, {found.default_us:.1f} with the default tiles: {found.tiles}")
     return TileTable(table.device, entries, triton.__version__)
+
+
+def tune_device(
+    name: str, keys: dict[TileKey, list[TileUse]], device: str, out: Path | None, say: Callable[[str], None]
+) -> TileTable:
+    """Tune these keys on a CUDA device of this name, and write its table to `out`, by default to where runs look."""
+    path = out or file_of(name)
+    with torch.cuda.device(device):
+        table = tune(TileTable.of(name, path), keys, device_us, torch.device(device), say)
+    table.write(path)
+    say(f"written to {path}")
+    return table

@@ -9,6 +9,7 @@ its expert alone, and a row adds its pairs up in the router's order. Twins: `rou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -77,7 +78,7 @@ class ExpertRoutes:
                 f"{num_rows} rows with {per_token} experts each; give at most {MOST_PAIRS // per_token} rows at once"
             )
         groups = min(count, num_rows * per_token)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         return cls(
             torch.empty(num_rows, per_token, **integers), torch.empty(num_rows, per_token, device=device),
             torch.empty(groups, **integers), torch.empty(groups, **integers), torch.empty(groups, num_rows, **integers),

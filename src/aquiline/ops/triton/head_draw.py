@@ -12,6 +12,7 @@ depend on how many rows run beside it. Twins: `draw`, `guess` and `children` in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -78,7 +79,7 @@ class TileBest:
                 "launch; ask for fewer children (draft_top_k)"
             )
         each = num_rows, triton.cdiv(vocabulary, tiles.block_n)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         return cls(
             torch.empty(*each, count, device=device), torch.empty(*each, count, **integers),
             torch.empty(each, device=device), torch.empty(each, **integers),

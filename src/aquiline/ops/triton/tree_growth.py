@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -80,10 +81,10 @@ class TreeNodes:
     @classmethod
     def empty(cls, num_trees: int, num_nodes: int, max_depth: int, device: torch.device) -> TreeNodes:
         """Room for trees whose topology `choose_nodes` finds; roots that are alone until then."""
-        integers = {"dtype": torch.int32, "device": device}
-        columns = torch.zeros(3, num_trees, num_nodes, **integers)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        tokens, parents, depths = torch.zeros(3, num_trees, num_nodes, **integers)
         paths = torch.zeros(num_trees, num_nodes, max_depth + 1, **integers)
-        return cls(*columns, paths, torch.full((num_trees,), num_nodes, **integers))
+        return cls(tokens, parents, depths, paths, torch.full((num_trees,), num_nodes, **integers))
 
     @classmethod
     def of(cls, parents: Sequence[int], num_trees: int, device: torch.device) -> TreeNodes:
@@ -93,15 +94,11 @@ class TreeNodes:
             paths.append([*paths[parent], node])
         depths = [len(path) - 1 for path in paths]
         padded = [path + [0] * (max(depths) + 1 - len(path)) for path in paths]
-        integers = {"dtype": torch.int32, "device": device}
-        columns = [
-            torch.tensor(a, **integers).repeat(num_trees, *(1,) * (n + 1)) for n, a in enumerate((depths, padded))
-        ]
-        N = len(parents)
-        return cls(
-            torch.zeros(num_trees, N, **integers), torch.tensor(parents, **integers).repeat(num_trees, 1), *columns,
-            torch.full((num_trees,), N, **integers),
-        )  # fmt: skip
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        N, shape = len(parents), torch.tensor((tuple(parents), depths), **integers)
+        above, depth = shape[:, None].repeat(1, num_trees, 1)
+        path = torch.tensor(padded, **integers).repeat(num_trees, 1, 1)
+        return cls(torch.zeros_like(above), above, depth, path, torch.full((num_trees,), N, **integers))
 
 
 @triton.jit(do_not_specialize=["first", "end", "own_first"])

@@ -10,16 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from aquiline.ops.triton.attention import SpanBuffers, attention, spans_kernel
+from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention, spans_kernel
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, head_kernel
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.linear import linear, linear_kernel, partials_shape
+from aquiline.ops.triton.launches import Call
+from aquiline.ops.triton.linear import LinearTiles, linear, linear_kernel, partials_shape
 from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tile_table import TileEntry, TileKey, Tiles
 
@@ -37,15 +38,6 @@ CHOICES: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 Timer = Callable[[Sequence[Launch]], float]
 """Microseconds that launches take one after the other; infinite where the device cannot run them."""
-
-
-class Named(Protocol):
-    """What a program is made of."""
-
-    @property
-    def name(self) -> str:
-        """Of its range in a trace."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class TileUse:
     @property
     def least_bytes(self) -> int:
         """Bytes of the weight, or of the keys and values that all groups see."""
-        size = getattr(torch, self.key.dtype).itemsize
+        size: int = getattr(torch, self.key.dtype).itemsize
         if self.key.kind != "attention":
             return math.prod(self.key.shape) * size
         _, kv_heads, head_dim = self.key.shape
@@ -81,11 +73,12 @@ class TileUse:
 
     def launches(self, tiles: Tiles, device: torch.device) -> list[Launch]:
         """The launches of this use with given tiles, over new buffers of random values."""
-        make = {"linear": _linear, "head": _head, "attention": _attention}[self.key.kind]
-        return make(self, tiles, device)
+        if isinstance(tiles, AttentionTiles):
+            return _attention(self, tiles, device)
+        return (_linear if self.key.kind == "linear" else _head)(self, tiles, device)
 
 
-def inventory(launches: Iterable[Named]) -> list[TileUse]:
+def inventory(launches: Iterable[Launch | Call]) -> list[TileUse]:
     """Every use of tiles among the launches of programs, most frequent first; equal ones are counted."""
     found = Counter(use for launch in launches if isinstance(launch, Launch) and (use := _use(launch)) is not None)
     return [replace(use, count=count) for use, count in found.most_common()]
@@ -131,7 +124,7 @@ def search(key: TileKey, uses: Sequence[TileUse], timer: Timer, device: torch.de
 def _with(tiles: Tiles, knob: str, value: int) -> Tiles | None:
     """The tiles with another value of a knob; None if there are no such tiles."""
     try:
-        return replace(tiles, **{knob: value})
+        return replace(tiles, **{knob: value})  # type: ignore[arg-type]
     except ValueError:
         return None
 
@@ -157,7 +150,7 @@ def _slots(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _linear(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]:
+def _linear(use: TileUse, tiles: LinearTiles, device: torch.device) -> list[Launch]:
     N, K = use.key.shape
     x, weight = _floats(use.dtype, device, use.M, K), _floats(use.key.dtype, device, N, K)
     out, partials = torch.empty(use.M, N, device=device), None
@@ -166,7 +159,7 @@ def _linear(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]:
     return [*linear(use.tag, x, weight, out, _slots(use.M, device), partials=partials, tiles=tiles)]
 
 
-def _head(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]:
+def _head(use: TileUse, tiles: LinearTiles, device: torch.device) -> list[Launch]:
     V, H = use.key.shape
     slots = _slots(use.M, device)
     rows = DrawRows(slots, slots, torch.ones(1, device=device), _slots(2, device).view(1, 2))
@@ -174,7 +167,7 @@ def _head(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]:
     return [best_by_tile(_floats(use.dtype, device, use.M, H), head, rows, best, tiles)]
 
 
-def _attention(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]:
+def _attention(use: TileUse, tiles: AttentionTiles, device: torch.device) -> list[Launch]:
     """Every group of rows sees a context of its own, behind which its keys stand like a chain's."""
     (Hq, Hkv, D), M, page_size = use.key.shape, use.M, 16
     num_slots, pages = M // use.group, triton.cdiv(use.context, page_size)
@@ -187,5 +180,5 @@ def _attention(use: TileUse, tiles: Tiles, device: torch.device) -> list[Launch]
     spans = triton.cdiv(use.context, tiles.span)
     scratch = SpanBuffers(*(torch.empty(M, Hq, spans, last, device=device) for last in (D, 2)))
     q, out = _floats(use.dtype, device, M, Hq, D), _floats(use.dtype, device, M, Hq * D)
-    how = {"scale": D**-0.5, "window": use.window, "tiles": tiles}
+    how: dict[str, Any] = {"scale": D**-0.5, "window": use.window, "tiles": tiles}
     return [*attention(use.tag, q, k_cache, v_cache, rows, out, scratch, **how)]
