@@ -24,7 +24,8 @@ class HostBuffer:
         """Pinned where the device is a GPU."""
         is_cuda = device.type == "cuda"
         memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
-        return cls(memory, memory.numpy(), torch.cuda.Event() if is_cuda else None)
+        event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        return cls(memory, memory.numpy(), event)
 
     def record(self) -> None:
         """A copy was issued."""

@@ -22,12 +22,12 @@ FREE = ("aten.copy_", "aten.slice", "aten.select", "aten.view", "aten.detach", "
 """Operations that neither allocate nor wait."""
 
 
-class PerfWatch(TorchDispatchMode):
+class PerfWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Rules that were broken since the warm-up, each breach once. is_strict: the first raises PerfViolation. As a mode
     it watches the host's part of a step, which sends a message and asks for an outcome."""
 
     def __init__(self, device: torch.device, is_strict: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.is_strict, self.violations = device, is_strict, list[str]()
 
     def note(self, rule: Rule, what: str) -> None:

@@ -60,7 +60,8 @@ class EagerModel:
         model, n = self.model, len(hidden)
         slots = torch.zeros(n, dtype=torch.int32, device=hidden.device)
         normed, logits = hidden.new_empty(hidden.shape, dtype=model.dtype), hidden.new_empty(n, len(model.head))
-        hidden, tiles = hidden.contiguous(), self.workspace.table.head(*model.head.shape, model.dtype)
+        V, H = model.head.shape
+        hidden, tiles = hidden.contiguous(), self.workspace.table.head(V, H, model.dtype)
         run([
             norm("LM_HEAD.norm", hidden, model.final_norm, normed, slots, eps=model.config.rms_norm_eps),
             head_logits(normed, VocabularyHead(model.head), slots, logits, tiles),

@@ -56,7 +56,8 @@ class Workspace:
 
     def best(self, x: Tensor, head: VocabularyHead, rows: DrawRows, count: int) -> tuple[TileBest, Launch]:
         """The `count` best tokens of normed rows by tiles of the vocabulary, and the launch that finds them."""
-        tiles = self.table.head(*head.weight.shape, head.weight.dtype)
+        V, H = head.weight.shape
+        tiles = self.table.head(V, H, head.weight.dtype)
         best = TileBest.new(len(x), len(head.weight), count, x.device, tiles)
         return best, best_by_tile(x, head, rows, best, tiles)
 

@@ -82,7 +82,7 @@ class GpuBackend(TorchBackend):
         numbers = numbers_of(decodes, state.more.numel() // 3)
         if state.num_changes + numbers.size > ROOM:
             state.write_changes()
-        state.assign_words(state.more.storage_offset(), numbers)
+        state.assign_words(int(state.more.storage_offset()), numbers)
         with self.perf or nullcontext():
             state.post_changes()
         with nullcontext() if self.perf is None else self.perf.device_part():
@@ -147,7 +147,7 @@ class GpuBackend(TorchBackend):
             self.programs[key] = program = Program(self._machine, key)
             if self.device.type == "cuda":
                 state = self._machine.state
-                state.assign_words(state.more.storage_offset(), numbers_of((), state.more.numel() // 3))
+                state.assign_words(int(state.more.storage_offset()), numbers_of((), state.more.numel() // 3))
                 state.write_changes()
                 program.capture(self._pool)
         return self.programs[key]

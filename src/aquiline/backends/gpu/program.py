@@ -76,7 +76,8 @@ class Program:
 
     def capture(self, pool: Any) -> None:
         """Compile the kernels, then capture the launches in a CUDA graph. No slot may be alive."""
-        side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self.launches.run()

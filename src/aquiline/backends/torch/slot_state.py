@@ -83,7 +83,7 @@ class SlotState:
         self.words = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         self._changes: list[tuple[int, Int32]] = []  # first words, and what they and the next become
         *parts, self.more = torch.split(self.words, lengths)
-        self.first_words = {name: part.storage_offset() for name, part in zip(self.widths, parts, strict=True)}
+        self.first_words = {name: int(part.storage_offset()) for name, part in zip(self.widths, parts, strict=True)}
         views = {name: part.view(sizes.num_slots, -1) for name, part in zip(self.widths, parts, strict=True)}
         self.history, self.table, self.seed = (views[name] for name in ("history", "table", "seed"))
         self.root, self.draft_end, self.first_draft_key, self.top_k = (views[name][:, 0] for name in SCALARS[:4])

@@ -137,7 +137,7 @@ class TorchBackend:
         attention = self.storage.attention(blocks)
         rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(rows, positions, attention)
-        best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden.split(HEAD_ROWS)]
+        best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in torch.split(out.hidden, HEAD_ROWS)]
         logprobs, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
         return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy(), ids.astype(np.int32), logprobs)
 
