@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
-from tests.backends.running import BACKENDS, pair_on
+from tests.backends.runs_on import BACKENDS, pair_on
 from tests.backends.test_torch_backend import no_host_reads
 from tests.conftest import TINY_DRAFT, needs_native, tiny_pair, weights_of
 

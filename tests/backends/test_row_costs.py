@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.backends.playing import Player, Text, words
-from tests.backends.running import BACKENDS
+from tests.backends.runs_on import BACKENDS
 from tests.backends.test_cuts import ALL, SAMPLINGS, grown, pair, random_cuts
 from tests.conftest import needs_native
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.backends.playing import WAYS, Player, words
-from tests.backends.running import BACKENDS, pair_on
+from tests.backends.runs_on import BACKENDS, pair_on
 from tests.conftest import TINY, needs_native, tiny_pair, weights_of
 from tests.dense import DenseAttention
 
