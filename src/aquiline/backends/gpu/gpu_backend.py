@@ -59,8 +59,9 @@ class GpuBackend(TorchBackend):
         self._tell(step)
         hosts = [self.state.hosts[decode.slot] for decode in step.decodes]
         way, reason = fit(step.decodes, hosts)
-        if bucket(len(step.decodes)) * way.max_nodes > most_rows(self.decoder.config.experts):
-            reason = f"{len(step.decodes)} trees of {way.max_nodes} nodes"
+        experts = self.decoder.config.experts
+        if experts is not None and bucket(len(step.decodes)) * way.max_nodes > most_rows(experts):
+            reason = f"{len(step.decodes)} trees of {way.max_nodes} nodes, more rows than experts are grouped for"
         if self.perf is not None:
             self._watch_choice(self.perf, step.decodes, hosts, reason)
         if not step.decodes or reason:
@@ -105,6 +106,8 @@ class GpuBackend(TorchBackend):
     def _catch_up(self, behind: list[tuple[int, HostSlot]]) -> None:
         """Write the draft keys of slots that lack more than a program's pass writes."""
         assert self._draft is not None
+        if self.perf is not None:
+            self.perf.note("fallback", f"draft keys that slots {[slot for slot, _ in behind]} lack")
         slots = torch.tensor([slot for slot, _ in behind], device=self.device)
         longest = 1 + max(host.max_root for _, host in behind)
         self.state.write_changes()
