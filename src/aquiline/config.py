@@ -117,8 +117,7 @@ class PairConfig:
     )  # fmt: skip
 
     device: str = setting(
-        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; cuda or cuda:N: Triton's kernels.",
-        MODEL,
+        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; cuda, cuda:N: a GPU.", MODEL
     )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "Processes that share the models, a rank each, with --device torch. The text is that of one.", MODEL

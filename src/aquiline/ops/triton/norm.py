@@ -8,6 +8,9 @@ from torch import Tensor
 
 from aquiline.ops.triton.launch import Launch, check_floats, check_integers, size_of
 
+VALUES = 512
+"""Values of a row that one warp holds, at least."""
+
 
 @triton.jit
 def normed(values, weight, columns, H, eps):
@@ -70,10 +73,11 @@ def norm(
         if vector is not None:
             check_floats(f"{name}'s {label}", vector, H, like=x)
     check_integers(f"{name}'s slots", slots, M, like=x)
+    block = triton.next_power_of_2(H)
     strides = (0 if buffer is None else buffer.stride(0) for buffer in (residual, feature, out))
     return Launch(
         name, norm_kernel, (M,),
         (x, weight, own_weight, residual, feature, slots, out, float(eps), x.stride(0), *strides, H),
-        {"BLOCK": triton.next_power_of_2(H)},
+        {"BLOCK": block}, num_warps=min(16, max(4, block // VALUES)),
         bytes=size_of(x, weight, own_weight, out, residual, residual, feature), flops=4 * M * H,
     )  # fmt: skip
