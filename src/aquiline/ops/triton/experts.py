@@ -17,15 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from aquiline.ops.triton.activation import KINDS, activated
-from aquiline.ops.triton.head_draw import MISSING
 from aquiline.ops.triton.launch import Launch, check_float32, check_floats, check_integers, size_of
 from aquiline.ops.triton.linear import LinearTiles
-from aquiline.ops.triton.products import TILE_ROWS, multiply_add, operand_dtype
+from aquiline.ops.triton.mxfp4 import BLOCK_BYTES, BLOCK_INPUTS, packed_product
+from aquiline.ops.triton.products import TILE_ROWS, operand_dtype
+from aquiline.ops.triton.routing import group_kernel, route_kernel
 
 EXPERT_TILES = LinearTiles(block_n=32, block_k=64)
 """Tiles of an expert's linears. Not measured."""
-
-BLOCK_INPUTS, BLOCK_BYTES = tl.constexpr(32), tl.constexpr(16)  # of a block of MXFP4, without its scale
 
 MOST_PAIRS = 512
 """Pairs that one launch groups: 64 rows with 8 experts each."""
@@ -83,103 +82,6 @@ class ExpertRoutes:
             torch.empty(num_rows, per_token, **integers), torch.empty(num_rows, per_token, device=device),
             torch.empty(groups, **integers), torch.empty(groups, **integers), torch.empty(groups, num_rows, **integers),
         )  # fmt: skip
-
-
-@triton.jit
-def route_kernel(
-    logits, slots, experts, weights, E: tl.constexpr, PER_ROW: tl.constexpr, OVER_ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row. Grid: rows."""
-    row = tl.program_id(0)
-    out = row * PER_ROW
-    if tl.load(slots + row) < 0:
-        for j in tl.static_range(PER_ROW):
-            tl.store(experts + out + j, -1)
-        return
-    expert = tl.arange(0, BLOCK)
-    score = tl.load(logits + row * E + expert, mask=expert < E, other=float("-inf"))
-    is_odd = tl.max(tl.where(score != score, 1, 0), 0) > 0
-    score = tl.where(score == score, score, float("-inf"))
-    highest = tl.max(score, 0)
-    left = tl.where(expert < E, expert, MISSING)
-    total = tl.sum(tl.exp(score - highest), 0)
-    rank = tl.arange(0, BLOCK)
-    shares = tl.zeros((BLOCK,), tl.float32)
-    chosen_total = total * 0.0
-    for j in tl.static_range(PER_ROW):
-        best = tl.max(score, 0)
-        chosen = tl.min(tl.where(score == best, left, MISSING), 0)
-        score = tl.where(left == chosen, float("-inf"), score)
-        left = tl.where(left == chosen, MISSING, left)
-        share = tl.exp(best - highest)
-        chosen_total += share
-        shares = tl.where(rank == j, share, shares)
-        tl.store(experts + out + j, chosen)
-    if not OVER_ALL:
-        total = chosen_total
-    shares = tl.where(is_odd, float("nan"), shares / total)
-    tl.store(weights + out + rank, shares, mask=rank < PER_ROW)
-
-
-@triton.jit
-def group_kernel(
-    experts, group_experts, counts, pairs, num_pairs, num_rows, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):  # fmt: skip
-    """All pairs. Groups are numbered in the order of their first pairs. Grid: one."""
-    pair = tl.arange(0, BLOCK)
-    expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-    first = tl.zeros((BLOCK,), tl.int32) + MISSING
-    rank = tl.zeros((BLOCK,), tl.int32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, BLOCK, PART):
-        other = start + tl.arange(0, PART)
-        found = tl.load(experts + other, mask=other < num_pairs, other=-1)
-        is_same = (found[None, :] == expert[:, None]) & (expert >= 0)[:, None]
-        first = tl.minimum(first, tl.min(tl.where(is_same, other[None, :], MISSING), 1))
-        rank += tl.sum(tl.where(is_same & (other[None, :] < pair[:, None]), 1, 0), 1)
-        count += tl.sum(tl.where(is_same, 1, 0), 1)
-    is_first = first == pair
-    number = tl.cumsum(tl.where(is_first, 1, 0), 0) - 1
-    group = tl.gather(number, tl.where(expert >= 0, first, 0), 0)
-    tl.store(group_experts + group, expert, mask=is_first)
-    tl.store(counts + group, count, mask=is_first)
-    tl.store(pairs + group * num_rows + rank, pair, mask=expert >= 0)
-    num_groups = tl.sum(tl.where(is_first, 1, 0), 0)
-    tl.store(group_experts + pair, -1, mask=(pair >= num_groups) & (pair < GROUPS))
-
-
-@triton.jit
-def unpacked(nibble, scale):
-    """Values float32 of codes of four bits, int32, in blocks with scales of eight bits, int32."""
-    code = nibble & 7
-    twice = tl.where(code < 5, code, tl.where(code < 7, 2 * code - 4, 12))
-    twice = tl.where(nibble >= 8, -twice, twice)
-    half = tl.where(scale >= 2, (scale - 1) << 23, 0x200000 << tl.minimum(scale, 1))
-    return twice.to(tl.float32) * half.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def packed_product(
-    total, x_rows, is_pair, nibbles, scales, rows, is_row, first, K: tl.constexpr, BYTES: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
-    """total plus BYTES bytes, from byte `first` of a row on, of rows of a packed weight times x: the low nibbles'
-    inputs, then the high ones'."""
-    byte = first + tl.arange(0, BYTES)
-    is_byte = byte < K // 2
-    inner = byte // BLOCK_BYTES * BLOCK_INPUTS + byte % BLOCK_BYTES
-    is_weight = is_row[:, None] & is_byte[None, :]
-    own = tl.load(nibbles + rows[:, None] * (K // 2) + byte[None, :], mask=is_weight, other=0).to(tl.int32)
-    scale = tl.load(
-        scales + rows[:, None] * (K // BLOCK_INPUTS) + (byte // BLOCK_BYTES)[None, :], mask=is_weight, other=0
-    ).to(tl.int32)
-    is_input = is_pair[:, None] & is_byte[None, :]
-    x_low = tl.load(x_rows + inner[None, :], mask=is_input, other=0.0)
-    x_high = tl.load(x_rows + inner[None, :] + BLOCK_BYTES, mask=is_input, other=0.0)
-    total = multiply_add(x_low, tl.trans(unpacked(own & 15, scale)), total, OPERAND)
-    return multiply_add(x_high, tl.trans(unpacked(own >> 4, scale)), total, OPERAND)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aquiline.ops.triton.launch import Launch, check_float32, check_floats, check_integers, size_of
 from aquiline.ops.triton.linear import LinearTiles
+from aquiline.ops.triton.merging import IS_FINITE, IS_NAN, LOWEST, MISSING, pick_kernel
 from aquiline.ops.triton.noise import gumbel, noise_words
 from aquiline.ops.triton.products import TILE_ROWS, multiply_add, operand_dtype
 
@@ -29,10 +30,6 @@ HEAD_TILES = LinearTiles(block_n=128, block_k=64)
 
 MOST_BEST = 16
 """The most children of a row that one launch finds."""
-
-MISSING = tl.constexpr(2**31 - 1)  # stands behind every token id
-LOWEST = tl.constexpr(-3.0e38)  # instead of -inf in differences, which would not be numbers
-IS_NAN, IS_FINITE = tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,53 +163,6 @@ def head_kernel(
             is_taken = left == token[:, None]
             scores = tl.where(is_taken, float("-inf"), scores)
             left = tl.where(is_taken, MISSING, left)
-
-
-@triton.jit(do_not_specialize=["otherwise"])
-def pick_kernel(
-    best, best_ids, sums, flags, slots, tokens, values, above, stride, tree_rows, num_tiles, otherwise,
-    COUNT: tl.constexpr, IS_DRAW: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """One row: the COUNT best of all its tiles, by merging the tiles' own lists."""
-    row = tl.program_id(0)
-    out = (row // tree_rows) * stride + (row % tree_rows) * COUNT
-    if tl.load(slots + row) < 0:
-        for j in tl.static_range(COUNT):
-            tl.store(tokens + out + j, -1)
-        return
-    tile = tl.arange(0, TILES)
-    is_tile = tile < num_tiles
-    flag = tl.load(flags + row * num_tiles + tile, mask=is_tile, other=0)
-    is_odd = (tl.max(flag & IS_NAN, 0) > 0) | (tl.max(flag & IS_FINITE, 0) == 0)
-    at = (row * num_tiles + tile) * COUNT
-    score = tl.load(best + at, mask=is_tile, other=float("-inf"))
-    token = tl.load(best_ids + at, mask=is_tile, other=MISSING)
-    highest = tl.max(score, 0)
-    if not IS_DRAW:
-        own = tl.load(sums + row * num_tiles + tile, mask=is_tile, other=0.0)
-        highest = tl.maximum(highest, LOWEST)
-        base = highest + tl.log(tl.maximum(tl.sum(own * tl.exp(score - highest), 0), 1.0))
-    for j in tl.static_range(COUNT):
-        top = tl.max(score, 0)
-        chosen = tl.min(tl.where(score == top, token, MISSING), 0)
-        is_chosen = token == chosen
-        at += tl.where(is_chosen, 1, 0)
-        is_left = is_chosen & is_tile & (at < (row * num_tiles + tile + 1) * COUNT)
-        score = tl.where(is_chosen, tl.load(best + at, mask=is_left, other=float("-inf")), score)
-        token = tl.where(is_chosen, tl.load(best_ids + at, mask=is_left, other=MISSING), token)
-        if IS_DRAW:
-            if j == 0:
-                chosen = tl.where(is_odd, otherwise, chosen)
-            else:
-                chosen = tl.where(is_odd | (top == float("-inf")), -1, chosen)
-                tl.store(values + row, tl.where(is_odd, 0.0, highest - top))
-        else:
-            reached = top - base
-            reached = tl.where(is_odd | (reached != reached), float("-inf"), reached)
-            if above is not None:
-                reached = tl.load(above + row) + tl.minimum(reached, 0.0)
-            tl.store(values + out + j, reached)
-        tl.store(tokens + out + j, chosen)
 
 
 def head_logits(
