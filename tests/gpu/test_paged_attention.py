@@ -55,9 +55,9 @@ def test_keys_before_the_first_are_not_read() -> None:
 
 
 def test_spans_that_hold_nothing_change_no_bit() -> None:
-    few = Case(PLAIN, [*TREE, *(Row(n, slot=1) for n in range(58, 65))], group=7, num_spans=2)
+    few = Case(PLAIN, [*TREE, *(Row(n, slot=1) for n in range(94, 101))], group=7, num_spans=2)
     found = few.computed()
-    for num_spans in (3, 8, 33):
+    for num_spans in (8, 33):
         assert torch.equal(replace(few, num_spans=num_spans).computed(), found), num_spans
     one = AttentionTiles(span=320, block=16)
     assert error(replace(few, num_spans=1, tiles=one).computed(), found) < 1e-6
