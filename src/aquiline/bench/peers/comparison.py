@@ -135,8 +135,8 @@ class _Contesting:
         work = self.work
         engine = EngineConfig(
             max_batch=work.batch, prefix_cache=False, max_context=work.prompt_tokens + work.new_tokens + SPARE_TOKENS,
-            # All prompts of a run are computed in one step, as every peer does; so decoding is timed without prefill.
-            row_budget=max(EngineConfig().row_budget, work.batch * work.prompt_tokens),
+            # Several prompts are computed in one step, as every peer does; so decoding is timed without prefill.
+            row_budget=max(EngineConfig().row_budget, work.batch * work.prompt_tokens if work.batch > 1 else 0),
         )  # fmt: skip
         return LLM(self.model.target, draft, dtype=dtype, arithmetic=arithmetic, engine=engine)
 
