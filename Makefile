@@ -26,6 +26,9 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
 
+# Kernels are interpreted, or compiled, from their definition on: tests/gpu is a process of its own. It needs no GPU.
+INTERPRETED = TRITON_INTERPRET=1 AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/gpu
+
 LIGHT := tests/light tests/engine/test_golden.py tests/kv $(addprefix tests/serve/test_,http.py same_text.py openai_client.py engine_process.py)
 
 .PHONY: demo test test-all light format lint bench sanitize arm nightly docs chaos gpu-bundle mutants clean
@@ -36,10 +39,12 @@ demo: $(VENV)/run
 	$(BIN)/aquiline demo
 
 test: $(VENV)/dev
-	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/gpu $(ARGS)
+	$(INTERPRETED)
 
 test-all: $(VENV)/dev
-	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not gpu' $(ARGS)
+	AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/gpu $(ARGS)
+	$(INTERPRETED) -m 'not slow and not gpu'
 
 # tests/light/blocked/sitecustomize.py keeps torch from import, in the tests and in the processes that they start.
 light: $(VENV)/dev
@@ -76,7 +81,7 @@ arm: $(VENV)/dev
 
 nightly: $(VENV)/dev
 	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "make nightly SEED=$$seed repeats this run"; \
-	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' \
+	  AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --ignore=tests/gpu \
 	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
 
 # Not with -q, which would hide the warnings that make it fail.
@@ -101,7 +106,7 @@ $(VENV)/run: pyproject.toml setup.py $(CPP)
 	touch $@
 
 # torch comes first and by itself, so that its build is the one named above. xgrammar comes without what it asks for
-# beside torch and transformers: Triton is 286 MB that no CPU runs.
+# beside it: its own choice of torch, transformers and Triton.
 $(VENV)/dev: $(VENV)/run
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-deps 'xgrammar>=0.2.8' 'apache-tvm-ffi>=0.1.11'

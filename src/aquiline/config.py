@@ -121,8 +121,7 @@ class PairConfig:
     )  # fmt: skip
 
     device: str = setting(
-        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; or a CUDA device of torch.",
-        MODEL,
+        "cpu", "cpu: the native library where it runs, else torch; torch: torch on the CPU; cuda, cuda:N: a GPU.", MODEL
     )  # fmt: skip
     tensor_parallel_size: int = setting(1, "Processes that share the models, a rank each, with --device torch.", MODEL)
     parallel_mode: ParallelMode = setting(

@@ -35,3 +35,7 @@ class RankError(AquilineError):
 
 class EngineStopped(AquilineError):
     """The engine thread has ended; the message says why. Start another."""
+
+
+class PerfViolation(AquilineError):
+    """A measured step did what PERF mode forbids; the message names the rule and what broke it."""

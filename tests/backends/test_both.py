@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.playing import Player, Text, words
-from tests.backends.test_cuts import ALL, BACKENDS, CHAIN_ALONE, PROBE, SAMPLINGS, grown, pair, plain, random_cuts
+from tests.backends.runs_on import BACKENDS
+from tests.backends.test_cuts import ALL, CHAIN_ALONE, PROBE, SAMPLINGS, grown, pair, plain, random_cuts
 from tests.backends.test_torch_backend import no_host_reads
 from tests.conftest import needs_native
 

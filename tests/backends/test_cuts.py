@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -14,18 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.backends.playing import SAMPLED, WAYS, Player, Text, words
+from tests.backends.runs_on import BACKENDS, pair_on
 from tests.backends.test_torch_backend import no_host_reads
 from tests.conftest import TINY_DRAFT, needs_native, tiny_pair, weights_of
 
 from aquiline.backends.base import Decode, StepInput
-from aquiline.backends.cpu.native_pair import CpuPair
-from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
 from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal, Static
 
-NATIVE = pytest.param("native", marks=needs_native)
-BACKENDS = [NATIVE, "torch"]
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=64, seed=0), "sampled": SAMPLED,
     "filtered": SamplingParams(max_tokens=64, temperature=1.1, top_k=20, top_p=0.9, seed=5),
@@ -39,13 +35,7 @@ PROBE = ALL._replace(least_node=math.inf)
 @lru_cache
 def pair(name: str) -> Any:
     draft = dataclasses.replace(TINY_DRAFT, norm_feedback=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return (
-            CpuPair(*weights_of(*tiny_pair(draft=draft)), "float32")
-            if name == "native"
-            else TorchPair(*weights_of(*tiny_pair(draft=draft)), "float32")
-        )
+    return pair_on(name, *weights_of(*tiny_pair(draft=draft)))
 
 
 def random_cuts(seed: int) -> Callable[[], Cut]:
@@ -233,14 +223,7 @@ def test_the_only_possible_token_has_no_runner_up(name: str) -> None:
 def test_a_draft_whose_logits_are_not_numbers(name: str) -> None:
     decoder, head = tiny_pair()
     head.norm.data[5] = float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        broken = (
-            CpuPair(*weights_of(decoder, head), "float32")
-            if name == "native"
-            else TorchPair(*weights_of(decoder, head), "float32")
-        )
-    player = Player(broken)
+    player = Player(pair_on(name, *weights_of(decoder, head)))
     text, plain_text = player.add(words(5), Chain(3), cut=lambda: ALL), player.add(words(5), NoDraft())
     player.run(12)
     assert text.output[:12] == plain_text.output[:12]

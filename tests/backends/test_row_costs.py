@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.backends.playing import Player, Text, words
-from tests.backends.test_cuts import ALL, BACKENDS, SAMPLINGS, grown, pair, random_cuts
+from tests.backends.runs_on import BACKENDS
+from tests.backends.test_cuts import ALL, SAMPLINGS, grown, pair, random_cuts
 from tests.conftest import needs_native
 
 from aquiline.backends.base import Decode, StepInput

@@ -7,23 +7,22 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from tests.backends.playing import WAYS, Player, new_pair, words
+from tests.backends.playing import WAYS, Player, words
+from tests.backends.runs_on import BACKENDS, pair_on
 from tests.conftest import TINY, needs_native, tiny_pair, weights_of
 from tests.dense import DenseAttention
 
 from aquiline.backends.base import Pair
-from aquiline.backends.torch.torch_pair import TorchPair
 from aquiline.config import SamplingParams
 from aquiline.types import TokenLogprobs
 
 V = TINY.vocab_size
 PROMPT = words(90)
-BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
 
 
 @lru_cache
 def pair_of(backend: str) -> Pair:
-    return new_pair() if backend == "native" else TorchPair(*weights_of(*tiny_pair()), "float32")
+    return pair_on(backend, *weights_of(*tiny_pair()))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_name("mutants.toml")
 NEEDED = ("src", "csrc", "tests", "benchmarks", "docs", "results", "setup.py", "pyproject.toml")
 LIBRARY = Path("src", "aquiline", "_native.so")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 PATIENCE_S = 900
 """A mutant whose tests run for longer hangs them, which is noticed too."""
 
@@ -110,10 +111,20 @@ def build(tree: Path) -> None:
 
 
 def passes(tree: Path, tests: list[str]) -> tuple[bool, str]:
-    """Whether the tests pass in a tree, and the last line of their output. Raises CannotJudge if they do not run."""
+    """Whether the tests pass in a tree, and the last line of their output. Raises CannotJudge if they do not run.
+
+    Tests of kernels run in a process of their own, interpreted."""
+    kernels = [test for test in tests if test.startswith("tests/gpu")]
+    others = [test for test in tests if test not in kernels]
+    verdicts = [passes_in_one(tree, part, env) for part, env in ((others, {}), (kernels, INTERPRETED)) if part]
+    return min(verdicts, key=lambda verdict: verdict[0])
+
+
+def passes_in_one(tree: Path, tests: list[str], environment: dict[str, str]) -> tuple[bool, str]:
+    """The same of tests that share a process."""
     marks = ["-m", "not slow and not gpu"]  # rare ones too
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *marks, *tests]
-    own = {"PYTHONPATH": str(tree / "src"), "AQUILINE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(tree / "src"), "AQUILINE_THREADS": "1", "OMP_NUM_THREADS": "1"} | environment
     try:
         done = subprocess.run(
             command, cwd=tree, env=os.environ | own, capture_output=True, text=True, timeout=PATIENCE_S

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -313,12 +313,22 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A backend that can notice what slows a step down without changing its result."""
+
+    def watch_perf(self) -> list[str]:
+        """The warm-up is over. Breaches of the rules of PERF mode, which are added as they are noticed, until the next
+        call."""
+        ...
+
+
 class Pair(Protocol):
     """A target and an optional draft, loaded into one backend's layout. Any number of backends share its weights.
 
-    name: "native" or "torch", for results. is_exact: whether text is bit for bit the same with speculation on or off.
-    arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8". draft_version: how often the
-    draft was replaced."""
+    name: "native", "torch" or "gpu", for results. is_exact: whether text is bit for bit the same with speculation on or
+    off. arithmetic: what weights are multiplied in. kv_dtype: "float32", "bfloat16" or "int8", on a GPU also "float16".
+    draft_version: how often the draft was replaced."""
 
     name: str
     is_exact: bool

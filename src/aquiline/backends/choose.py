@@ -27,11 +27,18 @@ def runs_natively(device: str, environment: Environment) -> bool:
     return device == "cpu" and missing_reason(environment) is None
 
 
+def is_gpu(device: str) -> bool:
+    """Whether kernels of ops/triton run pairs on this device."""
+    return device.partition(":")[0] == "cuda"
+
+
 def path_of(device: str, arithmetic: str, kv_dtype: str, dtype: str, environment: Environment) -> dict[str, str]:
     """How weights stored as `dtype` run, before anything is loaded: the names of the backend (path), of the arithmetic
     and of the storage of keys and values (kv_dtype).
 
     Raises ValueError for an arithmetic or a kv_dtype that cannot run."""
+    if is_gpu(device):
+        return {"path": "gpu", "arithmetic": dtype, "kv_dtype": dtype}
     how = {"path": "torch", "arithmetic": "float32", "kv_dtype": resolve_kv_dtype(kv_dtype, dtype)}
     if runs_natively(device, environment):
         how |= {"path": CpuPair.name, "arithmetic": resolve_arithmetic(arithmetic, dtype)}
@@ -53,6 +60,8 @@ def new_pair(
         refuse_parallel(num_ranks, mode, reason is None, {dtype, draft_dtype})
     elif mode != "gather":
         logger.warning("parallel_mode=%r has no effect: one rank has nothing to exchange", mode)
+    if is_gpu(device) and num_ranks == 1:
+        return gpu_pair(target, draft, dtype, arithmetic, kv_dtype, device, draft_dtype)
     if reason is None:
         configure(environment)
         return CpuPair(target, draft, dtype, arithmetic, kv_dtype, draft_dtype)
@@ -84,6 +93,22 @@ def new_pair(
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "draft_dtype": draft_dtype}
     shares = [Share(rank, num_ranks, mode) for rank in range(num_ranks)]
     return ParallelPair(shares, load, target, draft, settings)
+
+
+def gpu_pair(
+    target: ModelWeights, draft: DraftWeights | None, dtype: str, arithmetic: str, kv_dtype: str, device: str,
+    draft_dtype: str | None,
+) -> Pair:  # fmt: skip
+    """A pair on a CUDA device. Raises ValueError for settings that it does not have, and where Triton is missing."""
+    try:
+        from aquiline.backends.gpu.gpu_pair import GpuPair
+    except ImportError as error:
+        raise ValueError(
+            f"device={device!r}: {error.name} is not installed; pip install torch triton, or use device='cpu'"
+        ) from None
+    if arithmetic not in ("auto", dtype):
+        raise ValueError(f"arithmetic={arithmetic!r}: a GPU multiplies weights as they are stored; use 'auto'")
+    return GpuPair(target, draft, dtype, kv_dtype, device, draft_dtype)
 
 
 def refuse_parallel(num_ranks: int, mode: ParallelMode, is_native: bool, dtypes: set[str | None]) -> None:

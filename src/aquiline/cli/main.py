@@ -18,7 +18,8 @@ COMMANDS = {
     "demo": "demo:demo", "doctor": "doctor:doctor", "eval": "eval:evaluate", "gate": "gate:gate",
     "generate": "generate:generate", "inspect": "inspect:inspect", "learn": "learn:learn", "limits": "limits:limits",
     "parity": "parity:parity", "profile": "profile:profile", "regenerate": "regenerate:regenerate",
-    "report": "report:report", "serve": "serve:serve", "train": "train:train", "vocab": "vocab:vocab",
+    "report": "report:report", "serve": "serve:serve", "train": "train:train", "tune": "tune:tune",
+    "vocab": "vocab:vocab",
 }  # fmt: skip
 """By name: the module in this package, and the function or group of commands in it."""
 

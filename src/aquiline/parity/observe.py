@@ -66,7 +66,9 @@ class BackendView(Protocol):
 
 
 def view_of(pair: Pair, sizes: Sizes) -> BackendView:
-    """A view of the backend that a pair opens."""
+    """A view of the backend that a pair opens. Raises ValueError for one whose stages cannot be seen."""
+    if pair.name == "gpu":
+        raise ValueError("device='cuda': stages are seen on a CPU alone; use device='cpu' or 'torch'")
     if pair.name == "native":
         from aquiline.parity.native_view import NativeView
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +219,20 @@ class DecoderOutput:
 
     hidden: Tensor
     features: Tensor
+
+
+class TargetModel(Protocol):
+    """What a step calls a target for, wherever and however it is computed. See Decoder."""
+
+    config: ModelConfig
+    ranks: Ranks
+    embed: Any
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attn: Any, /) -> DecoderOutput:  # noqa: D102
+        ...
+
+    def logits(self, hidden: Tensor, is_whole: bool = True) -> Tensor:  # noqa: D102
+        ...
 
 
 class Decoder(nn.Module):

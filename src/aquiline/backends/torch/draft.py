@@ -16,9 +16,10 @@ from torch import Tensor
 from aquiline.backends.base import Decode
 from aquiline.backends.torch.chains import CutChains, Cuts
 from aquiline.backends.torch.draw import children, draw, guess
-from aquiline.backends.torch.eagle import DraftHead
+from aquiline.backends.torch.eagle import DraftModel
 from aquiline.backends.torch.slot_state import SlotState
-from aquiline.backends.torch.torch_pages import PagedAttention, RowBlock, TorchPages
+from aquiline.backends.torch.torch_pages import TorchPages
+from aquiline.backends.torch.torch_rows import RowBlock
 from aquiline.backends.torch.trees import Trees
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import static_shape
@@ -39,7 +40,7 @@ class Roots:
 class Draft:
     """The draft model over its storage. fused [places, H]: the target's features as the draft reads them."""
 
-    def __init__(self, head: DraftHead, state: SlotState, storage: TorchPages) -> None:
+    def __init__(self, head: DraftModel, state: SlotState, storage: TorchPages) -> None:
         self.head, self.state, self.storage, self.num_rows = head, state, storage, 0
         config = head.config.model
         self.fused = torch.zeros(state.scratch + 1, config.hidden_size, device=state.device)
@@ -59,14 +60,12 @@ class Draft:
         rows = until[:, None] - 2 - torch.arange(width - 1, -1, -1, device=state.device)
         is_missing = rows >= state.draft_end[slots][:, None] - 1
         rows = torch.where(is_missing, rows, until[:, None] - 2)
-        # Rows that only fill the shape repeat the last row and write their keys to the scratch place.
-        known = state.places(slots, rows)
-        block = self._block(
-            slots, state.tokens_at(slots, rows + 1), rows, state.places(slots, rows + 1, is_missing),
-            rows + 1, rows + 1, longest,
-        )  # fmt: skip
+        # Rows that only fill the shape repeat the last row and write no keys.
+        known, keys = state.places(slots, rows), torch.where(is_missing, rows + 1, -1)
+        tokens, path = state.tokens_at(slots, rows + 1), torch.zeros_like(rows)[..., None]
+        block = self._block(slots, tokens, keys, rows + 1, rows + 1, path, longest)
         output = self._run(block, self.fused[known].reshape(-1, self.fused.shape[1]))
-        state.draft_end[slots] = torch.maximum(state.draft_end[slots], until)
+        state.draft_end[slots] = torch.maximum(state.draft_end[slots], until.int())
         return output.view(len(slots), width, -1)[:, -1]
 
     def grow(self, drafting: Drafting, roots: Roots, longest: int) -> Trees:
@@ -106,9 +105,9 @@ class Draft:
 
     def _go_on(self, roots: Roots, level: int, tokens: Tensor, output: Tensor, longest: int) -> Tensor:
         """The draft's output [b, H] at the chains' tokens [b] of a level, from the output of their parents."""
-        at = (roots.root + level)[:, None]
-        place = self.state.places(roots.slots, at + 1)
-        block = self._block(roots.slots, tokens[:, None], at, place, at + 1, at + 1, longest)
+        own = (roots.root + level + 1)[:, None]
+        path = torch.zeros_like(own)[..., None]
+        block = self._block(roots.slots, tokens[:, None], own, own, own, path, longest)
         return self._run(block, self.head.feedback(output))
 
     def _static(self, drafting: Static, roots: Roots, longest: int) -> Trees:
@@ -191,31 +190,24 @@ class Draft:
 
         tokens [b, m]; source [b, m, H]: the outputs of their parents; tails [b, m, level]: the scratch rows of each
         node's path, the node itself last."""
-        base = (roots.root + 1)[:, None]
-        level = tails.shape[2]
-        write = self.state.places(roots.slots, base + tails[..., -1])
-        order = (base + level - 1).expand_as(tokens)
-        block = self._block(roots.slots, tokens, order - 1, write, base - 1, order, longest)
-        on_path = base[..., None] + tails
-        places_on_path = base[..., None] + torch.arange(level, device=base.device)
-        block.visible.scatter_(2, on_path, True)
-        block.key_order.scatter_(1, on_path.flatten(1), places_on_path.expand_as(tails).flatten(1))
+        root = roots.root[:, None]
+        path = torch.nn.functional.pad(1 + tails, (1, 0))  # keys of drafted rows stand behind the root's
+        order = (root + tails.shape[2]).expand_as(tokens)
+        block = self._block(
+            roots.slots, tokens, root + path[..., -1], order, root.expand_as(tokens), path, longest
+        )  # fmt: skip
         return self._run(block, self.head.feedback(source.flatten(0, 1))).view(*tokens.shape, -1)
 
     def _block(
-        self, slots: Tensor, tokens: Tensor, positions: Tensor, write: Tensor, last: Tensor, order: Tensor, longest: int
+        self, slots: Tensor, tokens: Tensor, keys: Tensor, order: Tensor, base: Tensor, path: Tensor, longest: int
     ) -> RowBlock:
-        """A block of rows [b, n], each seeing its slot's draft keys up to KV index last [b, n]."""
-        index = torch.arange(longest, device=self.state.device).expand(len(slots), -1)
-        first = self.state.first_draft_key[slots][:, None, None]
-        visible = (index[:, None] >= first) & (index[:, None] <= last[..., None])
-        visible = visible.expand(-1, tokens.shape[1], -1).clone()
-        return RowBlock(tokens, positions, write, self.state.places(slots, index), visible, order, index.clone())
+        """A block of rows [b, n], which see their slot's draft keys. A row stands one position before its key."""
+        first = self.state.first_draft_key[slots]
+        return RowBlock(slots, tokens, order - 1, keys, order, base, path, first, longest)
 
     def _run(self, block: RowBlock, g: Tensor) -> Tensor:
-        config = self.head.config.model
         self.num_rows += block.tokens.numel()
-        attention = PagedAttention(self.storage, config, [block])
+        attention = self.storage.attention([block])
         output: Tensor = self.head(g, block.tokens.reshape(-1), block.positions.reshape(-1), attention)
         return output
 

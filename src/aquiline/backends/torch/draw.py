@@ -26,9 +26,11 @@ def gumbel(sampling: RowSampling, ids: Tensor) -> Tensor:
     return -torch.log(exponential)
 
 
-def filtered(scaled: Tensor, sampling: RowSampling) -> Tensor:
-    """Set to -inf what top-k, top-p and min-p exclude. scaled [n, V]: logits / temperature. Twin: filter_logits."""
-    V = scaled.shape[1]
+def filtered(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """Logits [n, V] with -inf for what top-k, top-p and min-p exclude at the row's temperature; as they are where that
+    is 0. Twin: filter_logits."""
+    V, is_greedy = logits.shape[1], (sampling.temperature == 0)[:, None]
+    scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None])
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, V)
     keep = torch.arange(V, device=scaled.device) < top_k[:, None]
@@ -39,15 +41,16 @@ def filtered(scaled: Tensor, sampling: RowSampling) -> Tensor:
     min_p = sampling.min_p[:, None]
     keep &= (ranked >= ranked[:, :1] + torch.log(min_p)) | (min_p <= 0)
     keep[:, 0] = True
-    return torch.full_like(scaled, -math.inf).scatter(1, order, ranked.masked_fill(~keep, -math.inf))
+    is_kept = torch.zeros_like(keep).scatter(1, order, keep)
+    return torch.where(is_greedy | is_kept, logits, -math.inf)
 
 
 def scores(logits: Tensor, sampling: RowSampling, ids: Tensor, filters: bool) -> Tensor:
     """The scores [n, V] whose maximum is drawn: the logits at temperature 0, else logits / temperature + noise."""
+    if filters:
+        logits = filtered(logits, sampling)
     is_greedy = (sampling.temperature == 0)[:, None]
     scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None])
-    if filters:
-        scaled = filtered(scaled, sampling)
     return torch.where(is_greedy, logits, scaled + gumbel(sampling, ids))
 
 

@@ -8,6 +8,7 @@ Source: Li et al., EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE@cb7e084.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,28 @@ from aquiline.models.formats import read_draft_weights, save_draft
 from aquiline.models.model_config import DraftConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.torch_arrays import array_of, tensor_of
+
+
+class DraftModel(Protocol):
+    """What a step calls a draft head for, wherever and however it is computed. See DraftHead."""
+
+    config: DraftConfig
+    ranks: Ranks
+
+    def __call__(self, g: Tensor, tokens: Tensor, positions: Tensor, attn: Any, /) -> Tensor:  # noqa: D102
+        ...
+
+    def fuse(self, features: Tensor) -> Tensor:  # noqa: D102
+        ...
+
+    def feedback(self, a: Tensor, /) -> Tensor:  # noqa: D102
+        ...
+
+    def logits(self, a: Tensor, /, is_whole: bool = True) -> Tensor:  # noqa: D102
+        ...
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:  # noqa: D102
+        ...
 
 
 class DraftHead(nn.Module):

@@ -5,8 +5,8 @@ The order of a step is `TorchBackend.draft` and `TorchBackend.verify`, read from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from aquiline.backends.base import (
     Decode,
     Drafts,
     Extend,
+    Pending,
     RowEdits,
     Scored,
-    Sizes,
     StepInput,
     TokenMasks,
 )
@@ -33,19 +33,18 @@ from aquiline.backends.torch.chains import (
     choose_nodes,
     padded_copies,
 )
+from aquiline.backends.torch.decoder import TargetModel
 from aquiline.backends.torch.draft import Draft, Roots, groups_of
 from aquiline.backends.torch.draw import draw
+from aquiline.backends.torch.eagle import DraftModel
 from aquiline.backends.torch.handles import DraftedTrees, IssuedStep, LogprobColumns, PrefilledRows, columns_of
 from aquiline.backends.torch.logit_rules import RowChanges
-from aquiline.backends.torch.slot_state import SlotState
-from aquiline.backends.torch.torch_pages import PagedAttention, TorchPages
+from aquiline.backends.torch.slot_state import RowSampling, SlotState
+from aquiline.backends.torch.torch_pages import TorchPages
 from aquiline.backends.torch.torch_rows import prompt_block, tree_block
 from aquiline.backends.torch.trees import Kept, Trees, accept, joined, padded
 from aquiline.spec.tree import DraftTree
 from aquiline.types import Int32
-
-if TYPE_CHECKING:
-    from aquiline.backends.torch.torch_pair import TorchPair
 
 LOGPROB_ROWS = 64
 """Rows whose logits are computed at once."""
@@ -55,17 +54,20 @@ class TorchBackend:
     """Steps over storage on one device. See backends/base.py for what each method promises."""
 
     is_async = True
+    pages: ClassVar[type[TorchPages]] = TorchPages
 
-    def __init__(self, pair: TorchPair, kv_dtype: torch.dtype, sizes: Sizes) -> None:
-        decoder, head = pair.decoder, pair.head
-        self.pair, self.decoder, self.sizes, self.device = pair, decoder, sizes, decoder.embed.device
-        self.state = SlotState(sizes, self.device)
-        self.storage = TorchPages(decoder.config, self.state.scratch, kv_dtype, self.device)
+    def __init__(
+        self, decoder: TargetModel, head: DraftModel | None, kv_dtype: torch.dtype, state: SlotState,
+        newest: Callable[[], DraftModel | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """newest: the draft model that the pair has now, where it may be replaced."""
+        self.decoder, self.state, self.sizes, self.device = decoder, state, state.sizes, state.device
+        self._newest = newest
+        self.storage = self.pages(decoder.config, self.state, kv_dtype)
         self._draft: Draft | None = None
         self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:
-            storage = TorchPages(head.config.model, self.state.scratch, kv_dtype, self.device)
-            self._draft = Draft(head, self.state, storage)
+            self._draft = Draft(head, self.state, self.pages(head.config.model, self.state, kv_dtype))
         self.all_ids = torch.arange(decoder.config.vocab_size, device=self.device)
 
     @torch.inference_mode()
@@ -77,16 +79,14 @@ class TorchBackend:
         check_row_costs(step.row_costs)
         for extend in step.extends:
             self._extend(extend)
-        for admit in step.admits:
-            self.state.admit(admit, self.decoder.config.vocab_size)
-        for pages in step.pages:
-            self.state.set_pages(pages)
+        self._tell(step)
+        self.state.write_changes()
         return DraftedTrees(self._grow(step))
 
-    def step(self, step: StepInput) -> IssuedStep:  # noqa: D102
+    def step(self, step: StepInput) -> Pending:  # noqa: D102
         return self.verify(step, self.draft(step))
 
-    def repeat(self, step: StepInput, most: int) -> list[IssuedStep]:  # noqa: D102
+    def repeat(self, step: StepInput, most: int) -> list[Pending]:  # noqa: D102
         return [self.step(step)]
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class TorchBackend:
         on_path = trees.ancestors()
         blocks = [tree_block(self.state, decodes, base, trees, on_path)] if decodes else []
         blocks += [prompt_block(self.state, c.slot, c.start, c.end) for c in step.chunks]
-        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        attention = self.storage.attention(blocks)
         tokens, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(tokens, positions, attention)
 
@@ -134,21 +134,20 @@ class TorchBackend:
         page, blocks = 0, []
         for slot, (tokens, used) in enumerate(zip(documents, self.sizes.pages_of(documents), strict=True)):
             self.state.table[slot, :used] = torch.arange(page, page + used, device=self.device)
-            self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).long().to(self.device)
+            self.state.history[slot, : len(tokens)] = torch.from_numpy(tokens).to(self.device)
             page += used
             blocks.append(prompt_block(self.state, slot, 0, len(tokens)))
-        attention = PagedAttention(self.storage, self.decoder.config, blocks)
+        attention = self.storage.attention(blocks)
         rows, positions = (torch.cat([getattr(b, n).reshape(-1) for b in blocks]) for n in ("tokens", "positions"))
         out = self.decoder(rows, positions, attention)
-        best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in out.hidden.split(HEAD_ROWS)]
+        best = [torch.log_softmax(self.decoder.logits(rows), -1).max(-1) for rows in torch.split(out.hidden, HEAD_ROWS)]
         logprobs, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
         return Scored(out.hidden.cpu().numpy(), out.features.cpu().numpy(), ids.astype(np.int32), logprobs)
 
     def renew_draft(self, first_draft_keys: Mapping[int, int]) -> None:  # noqa: D102
-        assert self._draft is not None and self.pair.head is not None, (
-            "a pair without a draft model has none to replace"
-        )
-        self._draft.head = self.pair.head
+        head = self._newest()
+        assert self._draft is not None and head is not None, "a pair without a draft model has none to replace"
+        self._draft.head = head
         for slot, first in first_draft_keys.items():
             self.state.renew_draft(slot, first)
 
@@ -158,6 +157,13 @@ class TorchBackend:
     def close(self) -> None:  # noqa: D102
         for name in ("storage", "_draft", "state"):
             self.__dict__.pop(name, None)
+
+    def _tell(self, step: StepInput) -> None:
+        """Enter a step's admissions and pages among the changes of the state."""
+        for admit in step.admits:
+            self.state.admit(admit, self.decoder.config.vocab_size)
+        for pages in step.pages:
+            self.state.set_pages(pages)
 
     def _extend(self, extend: Extend) -> None:
         assert self._draft is not None, "only drafting sequences have draft keys to extend"
@@ -255,7 +261,11 @@ class TorchBackend:
             logits = flat.index_copy(0, rows, changes.apply(flat[rows])).view(B, N, -1)
         owner = torch.tensor(slots, device=self.device).repeat_interleave(N)
         sampling = self.state.sampling(slots, owner, index.flatten())
-        return draw(logits.flatten(0, 1), sampling, self.all_ids, self.decoder.ranks).view(B, N)
+        return self._draw(logits.flatten(0, 1), sampling).view(B, N)
+
+    def _draw(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        """The target's own tokens [n] by logits [n, V]."""
+        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
 
     def _by_rules(self, slot: int, base: Tensor, tree: Trees, on_path: Tensor, logits: Tensor) -> Tensor:
         """Logits [N, V] of one slot's nodes as its rules change them."""
@@ -302,7 +312,7 @@ class TorchBackend:
             rows = (torch.arange(len(decodes), device=self.device)[:, None] * trees.num_nodes + kept.path)[drafting]
             self._draft.keep_features(target[drafting].flatten(), features[rows.flatten()])
         state.write_tokens(slots, index + 1, kept.tokens.clamp(min=0), kept.is_kept)
-        state.root[slots] = base + kept.num_accepted + 1
+        state.root[slots] = (base + kept.num_accepted + 1).int()
         for b, decode in enumerate(decodes):
             host, num_tokens = state.hosts[decode.slot], min(trees.max_depth + 1, trees.sizes[b])
             host.grow(num_tokens)
@@ -334,7 +344,7 @@ class TorchBackend:
             token = self._first_token(chunk, slots, logits, changes)
             if (k := host.admit.sampling.logprobs) is not None:
                 columns = columns_of(logits, token, k)
-            state.history[chunk.slot, chunk.end] = token[0].clamp(min=0)
+            state.history[chunk.slot, chunk.end] = token[0].clamp(min=0).int()
             if host.rules is not None:
                 host.rules.count(token, token >= 0)
         if chunk.is_last:
@@ -353,7 +363,7 @@ class TorchBackend:
         base = torch.tensor(chunk.end - 1, device=self.device)
         logits = changes.apply(self._by_rules(chunk.slot, base, tree, tree.ancestors()[0], logits))
         sampling = self.state.sampling([chunk.slot], slots, base.view(1) + 1)
-        return draw(logits, sampling, self.all_ids, self.decoder.ranks)
+        return self._draw(logits, sampling)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobColumns]:
         """Prompt log-probabilities from a chunk's rows: row i gives that of token i + 1. What was returned before a

@@ -5,12 +5,16 @@ Every tensor has one place more than its pages hold: the scratch place, to which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aquiline.backends.torch import reference as ops
+from aquiline.backends.torch.decoder import Attention
+from aquiline.backends.torch.slot_state import SlotState
+from aquiline.backends.torch.torch_rows import RowBlock
 from aquiline.models.model_config import ModelConfig
 
 
@@ -18,12 +22,17 @@ class TorchPages:
     """Keys and values of one model: k and v [L, places, Hkv, Dh], place = page * page_size + offset. In torch.int8 they
     are codes, and k_scales and v_scales [L, places, Hkv] what these are multiplied by."""
 
-    def __init__(self, config: ModelConfig, num_places: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = config.num_layers, num_places + 1, config.num_kv_heads, config.head_dim
+    def __init__(self, config: ModelConfig, state: SlotState, dtype: torch.dtype) -> None:
+        self.config, self.state, device = config, state, state.device
+        shape = config.num_layers, state.scratch + 1, config.num_kv_heads, config.head_dim
         self.in_codes = dtype == torch.int8
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         scales = shape[:3] if self.in_codes else (0, 0)
         self.k_scales, self.v_scales = (torch.zeros(scales, device=device) for _ in range(2))
+
+    def attention(self, blocks: Sequence[RowBlock]) -> Attention:
+        """Attention of the flat rows of several blocks, one block after the other."""
+        return PagedAttention(self, blocks)
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [n, Hkv, Dh] at places [n] of a layer, rounded to the dtype."""
@@ -39,40 +48,51 @@ class TorchPages:
 
 
 @dataclass(frozen=True)
-class RowBlock:
-    """n rows of each of b slots, which attend to the first T KV indices of their slot.
+class DenseBlock:
+    """What the rows of a block see, as masks. read [b, T]: the places of the slots' first T KV indices; visible [b, n,
+    T]; order [b, n] and key_order [b, T]: how many keys stand before a row, or before a key, on its path; sliding
+    windows compare the two."""
 
-    tokens and positions [b, n]; write [b, n]: the places of the rows' own keys; read [b, T]: the places of the slot's
-    KV indices; visible [b, n, T]: which keys a row sees. order [b, n] and key_order [b, T]: how many keys stand before
-    a row, or before a key, on its path; sliding windows compare the two."""
-
-    tokens: Tensor
-    positions: Tensor
-    write: Tensor
     read: Tensor
     visible: Tensor
     order: Tensor
     key_order: Tensor
 
+    @staticmethod
+    def of(block: RowBlock, state: SlotState) -> DenseBlock:
+        """The masks of a block's rows."""
+        index = torch.arange(block.longest, device=block.slots.device)
+        last = torch.minimum(block.base, block.order)[..., None]
+        visible = (index >= block.first[:, None, None]) & (index <= last)
+        b, n, T = visible.shape
+        level = torch.arange(1, block.path.shape[2], device=index.device)
+        number = block.base[..., None] + level  # of the keys behind the base, and where these stand
+        place = torch.where(number <= block.order[..., None], block.base[..., None] + block.path[..., 1:], T)
+        visible = torch.cat((visible, visible.new_zeros(b, n, 1)), 2).scatter(2, place, True)[..., :T]
+        key_order = torch.arange(T + 1, device=index.device).expand(b, -1)
+        key_order = key_order.scatter(1, place.flatten(1), number.flatten(1))[:, :T]
+        return DenseBlock(state.places(block.slots, index.expand(b, -1)), visible, block.order, key_order)
+
 
 class PagedAttention:
     """The Attention protocol for the flat rows of several blocks, one block after the other."""
 
-    def __init__(self, storage: TorchPages, config: ModelConfig, blocks: list[RowBlock]) -> None:
-        self.storage, self.config, self.blocks = storage, config, blocks
-        self.write = torch.cat([block.write.reshape(-1) for block in blocks])
+    def __init__(self, storage: TorchPages, blocks: Sequence[RowBlock]) -> None:
+        self.storage, self.config, state = storage, storage.config, storage.state
+        self.blocks = [DenseBlock.of(block, state) for block in blocks]
+        self.write = torch.cat([state.places(b.slots, b.keys, b.keys >= 0).reshape(-1) for b in blocks])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [R, Hq, Dh], k and v [R, Hkv, Dh] -> [R, Hq * Dh]; stores k and v first."""
         self.storage.write(layer, self.write, k, v)
         outputs, first = [], 0
         for block in self.blocks:
-            num = block.tokens.numel()
+            num = block.order.numel()
             outputs.append(self._attend(layer, block, q[first : first + num], sinks))
             first += num
         return torch.cat(outputs)
 
-    def _attend(self, layer: int, block: RowBlock, q: Tensor, sinks: Tensor | None) -> Tensor:
+    def _attend(self, layer: int, block: DenseBlock, q: Tensor, sinks: Tensor | None) -> Tensor:
         """A block's attention. Every head is a matrix product over memory of its own, so that its sums do not depend
         on how many heads this rank has."""
         b, n, _ = block.visible.shape

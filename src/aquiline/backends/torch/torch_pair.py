@@ -12,6 +12,7 @@ from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.ranks import ALONE, Ranks
 from aquiline.backends.torch.rounding import rounded
+from aquiline.backends.torch.slot_state import SlotState
 from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.control_groups import free_memory
@@ -78,7 +79,8 @@ class TorchPair:
         self.draft_version += 1
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
-        return TorchBackend(self, KV_DTYPES[self.kv_dtype], sizes)
+        state = SlotState(sizes, self.decoder.embed.device)
+        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], state, lambda: self.head)
 
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)

@@ -1,13 +1,35 @@
-"""Rows of the target's forward: the nodes of trees, and pieces of prompts."""
+"""Rows of a forward: the nodes of trees, and pieces of prompts. What a row sees is said by numbers, not by a mask."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aquiline.backends.torch.slot_state import SlotState
-from aquiline.backends.torch.torch_pages import RowBlock
 from aquiline.backends.torch.trees import Trees
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """n rows of each of b slots.
+
+    slots [b]; tokens [b, n]; positions [b, n]: of the rotation; keys [b, n]: the KV indices at which the rows' own keys
+    are written, -1 for those that are not. order [b, n]: how many keys stand before the row on its path. A row sees key
+    number j for first <= j <= order, first [b], and in a layer with a window only j > order - window. Key number j
+    stands at KV index j up to base [b, n], and behind it at base + path[j - base], path [b, n, D + 1]. longest: every
+    KV index that is seen is below it."""
+
+    slots: Tensor
+    tokens: Tensor
+    positions: Tensor
+    keys: Tensor
+    order: Tensor
+    base: Tensor
+    path: Tensor
+    first: Tensor
+    longest: int
 
 
 def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees, on_path: Tensor) -> RowBlock:
@@ -15,23 +37,28 @@ def tree_block(state: SlotState, numbers: list[int], base: Tensor, trees: Trees,
     sees the keys before its root and those of its own path. numbers: the slots; base [B]: their roots."""
     N, slots = trees.num_nodes, torch.tensor(numbers, device=state.device)
     longest = max(state.hosts[slot].max_root for slot in numbers) + N
-    index = torch.arange(longest, device=state.device).expand(len(numbers), -1)
-    nodes = base[:, None] + torch.arange(N, device=state.device)
-    visible = (index < base[:, None])[:, None].expand(-1, N, -1).clone()
-    visible.scatter_(2, nodes[:, None].expand(-1, N, -1), on_path)
-    positions = base[:, None] + trees.depths
-    key_order = index.clone().scatter_(1, nodes, positions)
-    write = state.places(slots, nodes, trees.is_node())
-    return RowBlock(trees.tokens, positions, write, state.places(slots, index), visible, positions, key_order)
+    keys = torch.where(trees.is_node(), base[:, None] + torch.arange(N, device=state.device), -1)
+    positions, first = base[:, None] + trees.depths, torch.zeros_like(base)
+    return RowBlock(
+        slots,
+        trees.tokens,
+        positions,
+        keys,
+        positions,
+        base[:, None].expand(-1, N),
+        trees.levels(on_path),
+        first,
+        longest,
+    )
 
 
 def prompt_block(state: SlotState, slot: int, start: int, end: int) -> RowBlock:
     """The rows of tokens [start, end) of a slot; each sees the keys up to its own. Keys in cached pages are read and
     not written."""
     slots = torch.tensor([slot], device=state.device)
-    index = torch.arange(max(2, end), device=state.device)[None]  # a product with one key is added up otherwise
-    own = index[:, start:end]
+    own = torch.arange(start, end, device=state.device)[None]
     num_hit = state.hosts[slot].admit.num_hit if slot in state.hosts else 0
-    visible = index[:, None] <= own[..., None]
-    write = state.places(slots, own, own >= num_hit)
-    return RowBlock(state.history[slot, start:end][None], own, write, state.places(slots, index), visible, own, index)
+    keys, path = torch.where(own >= num_hit, own, -1), torch.zeros_like(own)[..., None]
+    longest = max(2, end)  # a product with one key is added up otherwise
+    tokens = state.history[slot, start:end][None]
+    return RowBlock(slots, tokens, own, keys, own, own, path, torch.zeros_like(slots), longest)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aquiline.backends.base import Watched
 from aquiline.bench.data.prompts import RealPrompts, real_prompts
 from aquiline.bench.results import result as results
 from aquiline.bench.results.integrity import problems
@@ -91,7 +92,7 @@ class LoadRun:
         if simulated is not None:
             self._decode(llm, prompts, NoDraft())  # its texts replace the drafts
         progress.advance()
-        measured = self._measure(llm, prompts, settings, simulated, progress)
+        measured, violations = self._measure(llm, prompts, settings, simulated, progress)
         progress.start("this machine's ceilings", 1)
         ideal = roofline_of(llm.models)
         baseline: list[float] = []
@@ -101,6 +102,8 @@ class LoadRun:
             )
             rates, tau = result["throughput_tokens_per_sec"], result["eagle_speculation"]["mean_acceptance_length"]
             baseline = baseline or rates["values"]
+            if broken := list(dict.fromkeys(violations[name])):
+                result["perf_violations"] = broken
             if not drafting.is_adaptive:  # steps of many shapes have no one ideal
                 cycle = ideal.cycle(drafting, tau, self.load.batch, self.load.context + plan.micro_steps // 2)
                 speedup = paired(rates["values"], baseline).value
@@ -111,18 +114,24 @@ class LoadRun:
     def _measure(
         self, llm: LLM, prompts: list[list[int]], settings: dict[str, Drafting], simulated: SimulatedBackend | None,
         progress: Progress,
-    ) -> dict[str, list[Run]]:  # fmt: skip
-        """The measured runs of every setting. Each round, warm-up included, begins with another setting."""
+    ) -> tuple[dict[str, list[Run]], dict[str, list[str]]]:  # fmt: skip
+        """The measured runs of every setting, and the rules of PERF mode that they broke. Each round, warm-up included,
+        begins with another setting."""
         measured: dict[str, list[Run]] = {name: [] for name in settings}
+        violations: dict[str, list[str]] = {name: [] for name in settings}
+        backend = llm.engine.backend if simulated is None else simulated.inner
         for number in range(self.plan.warmup_runs + self.plan.measurement_runs):
             for name in rotated(list(settings), number):
                 if simulated is not None:
                     simulated.owed = 0.0
+                is_measured = number >= self.plan.warmup_runs
+                broken = backend.watch_perf() if is_measured and isinstance(backend, Watched) else []
                 run = self._decode(llm, prompts, settings[name])
-                if number >= self.plan.warmup_runs:
+                violations[name] += broken
+                if is_measured:
                     measured[name].append(run)
                 progress.advance()
-        return measured
+        return measured, violations
 
     def _simulated(self, llm: LLM) -> SimulatedBackend | None:
         """The engine's backend, wrapped where random weights have no acceptance of their own."""
