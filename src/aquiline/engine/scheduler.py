@@ -284,15 +284,14 @@ class Scheduler:
                 drafted = end // size * size
                 self.extends[slot] = Extend(slot, drafted)
         for index in range(sequence.num_drafted_pages, min(len(sequence.nodes), drafted // size)):
-            if sequence.first_draft_key <= max(1, index * size):
+            if self._has_draft(sequence, index, drafted):
                 own = sequence.nodes[index]
                 own.has_draft, own.draft_version = True, self.prefix.draft_version
         for index in range(len(sequence.nodes), end // size):
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
-            is_drafted = index < drafted // size
-            has_draft = is_drafted and sequence.first_draft_key <= max(1, index * size)
+            has_draft = self._has_draft(sequence, index, drafted)
             in_pages = index * size < sequence.features_end  # elsewhere nothing of the draft would be lost
             reads_draft = sequence.drafts and in_pages and sequence.first_draft_key < (index + 1) * size
             node = self.prefix.publish(space, slot, parent, index, tokens, reads_draft, has_draft)
@@ -301,6 +300,16 @@ class Scheduler:
                 return
             sequence.nodes.append(node)
         sequence.num_drafted_pages = drafted // size
+
+    def _has_draft(self, sequence: Sequence, index: int, drafted: int) -> bool:
+        """Whether a page holds all its draft keys once those below `drafted` are written. Of a draft with a window the
+        backend may have dropped the features of missing ones, in steps that are not committed too."""
+        start, end = max(1, index * self.pool.page_size), (index + 1) * self.pool.page_size
+        if end > drafted or sequence.first_draft_key > start:
+            return False
+        computed = max(sequence.num_planned, sequence.num_cached + sequence.in_flight)  # at most
+        held = computed - self.draft_window + 1 if self.draft_window else start
+        return end <= sequence.draft_end or held <= max(start, sequence.draft_end)
 
     def _chunks(
         self, unfilled: list[Sequence], decoding: list[Sequence]
