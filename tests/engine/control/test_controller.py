@@ -163,7 +163,7 @@ def test_searches_that_take_long_are_rarer() -> None:
     """A search of 3 ms in a step of 100 takes more than searches without a copy may take."""
     looked = []
     for seconds in (0.0, 0.003):
-        copies = Copies(lambda length, seconds=seconds: time.sleep(seconds) is not None)  # type: ignore[misc]
+        copies = Copies(lambda length, seconds=seconds: bool(seconds and time.sleep(seconds)))  # type: ignore[misc, func-returns-value]
         taken(controller_of(), sequence_of(copies), 64)
         looked.append(len(copies.looked))
     assert looked[1] < 0.6 * looked[0]

@@ -39,6 +39,10 @@ from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
+INITIAL_PLANS, PLAN_TIME_SHARE = 8.0, 0.01
+"""Number of plans that may be made before any time has passed, and the share of the time that plans may take. Where
+they would take more, an older plan is followed for longer, even one of another load."""
+
 REPLAN_STEPS, TIMING_STEPS = 32, 8
 """A plan is followed for 32 steps, the first one of a load until its sequences took 32 steps together, and the next
 ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
@@ -133,6 +137,7 @@ class Controller:
         self._plans: dict[tuple[int, int, bool], _Planned] = {}
         self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
         self._last_trial = -TRIAL_PERIOD  # the number of its step
+        self._plans_left, self._plan_ms = INITIAL_PLANS, 0.0  # plans that may be made now; the time that one takes
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
@@ -159,7 +164,7 @@ class Controller:
             share = SEARCH_COST * self._search_ms / most_ms if most_ms else 1.0
             self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
         self._fit_copies(mine, chosen)
-        self._probe_ms += PROBE_TIME_SHARE * self._expected_ms
+        self._earn(1)
         if self._probe_ms >= self._probe_cost:
             self._probe(mine, chosen)
         self.ledger.num_chosen += 1
@@ -181,9 +186,16 @@ class Controller:
         """The choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
-        self._probe_ms += more * PROBE_TIME_SHARE * self._expected_ms
+        self._earn(more)
         for sequence in choice.decodes:
             self._states[sequence].num_uncopied += more
+
+    def _earn(self, num_steps: int) -> None:
+        """Probes and plans may take a share of the time of these steps."""
+        self._probe_ms += num_steps * PROBE_TIME_SHARE * self._expected_ms
+        if self._plan_ms:
+            earned = num_steps * PLAN_TIME_SHARE * self._expected_ms / self._plan_ms
+            self._plans_left = min(INITIAL_PLANS, self._plans_left + earned)
 
     def learn(self, step: Step) -> None:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
@@ -242,11 +254,14 @@ class Controller:
         """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
         load = _size(len(mine)), _size(len(plan.decoding)), bool(plan.chunks)
         now, last = self._num_steps, self._plans.get(load)
-        if last is None:
+        older = last or self._planned
+        if last is not None and now < last.until:
+            pass
+        elif self._plans_left < 1.0 and not older.is_trial:
+            last = older._replace(until=now + TIMING_STEPS)
+        elif last is None:
             steps = max(math.ceil(REPLAN_STEPS / len(mine)), self._planned.steps)
             last = _Planned(self._new_plan(plan, mine), now + steps, steps)
-        elif now < last.until:
-            pass
         elif not plan.chunks and not last.plan.planned_rate and self._may_try(mine):
             self._last_trial = now
             last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
@@ -268,6 +283,7 @@ class Controller:
         return missing / KEYS_PER_PASS * self.costs.draft_ms((1,))
 
     def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float = MIN_SPEEDUP) -> DraftingPlan:
+        began = time.perf_counter()
         drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
         drafters.sort(key=lambda pair: -pair[1].share(0))
         fixed_rows = sum(s.request.drafting.max_nodes for s in plan.decoding if not s.is_adaptive)
@@ -278,7 +294,9 @@ class Controller:
             keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
         most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
-        return self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
+        found = self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
+        self._plans_left, self._plan_ms = self._plans_left - 1.0, (time.perf_counter() - began) * 1e3
+        return found
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
         """The sequence follows a plan from now on."""
