@@ -28,8 +28,8 @@ EXPERT_TILES = LinearTiles(block_n=32, block_k=64)
 
 MOST_PAIRS = 512
 """Pairs that one launch groups: 64 rows with 8 experts each."""
-COMPARED = 8192
-"""Pairs of pairs that one program compares at once."""
+COMPARED = 2048
+"""Pairs of pairs that one program compares at once: more do not fit in its registers."""
 COLUMNS = 1024
 """Outputs of a row that one program adds up."""
 
