@@ -34,7 +34,7 @@ PARTS = {"draft": ("EAGLE_DRAFT",), "verify": ("BASE_",), "rest": ("HOST", "EAGL
 
 
 class RandomStorage(Storage):
-    """Puts normal values of a weight's shape on the device, in the place of the weight's own; norms stay as they are."""
+    """Puts normal values of a weight's shape on the device, in the place of its own; norms stay as they are."""
 
     def put(self, weight: Parts | Array) -> Tensor:
         """See Storage."""
@@ -72,7 +72,7 @@ class RandomPair:
     table: TileTable
 
     @classmethod
-    def new(  # noqa: PLR0913
+    def new(
         cls, target: ModelConfig, draft: DraftConfig, dtype: torch.dtype, device: torch.device, table: TileTable
     ) -> RandomPair:
         """Random weights in a dtype; the draft shares the target's embedding."""

@@ -300,7 +300,10 @@ def table_of(out: Path, left: Sequence[str]) -> Table:
     about = ("device", "torch", "triton")
     records = [json.loads(file.read_text()) for file in sorted(out.glob("[123]-*.json"))]
     lines = [
-        {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in own.items() if name not in about}
+        {
+            name: f"{value:.4g}" if isinstance(value, float) else str(value)
+            for name, value in own.items() if name not in about
+        }
         for own in records
     ]  # fmt: skip
     facts = "; ".join(sorted({", ".join(own[name] for name in about) for own in records})) or NO_FIGURE
