@@ -173,11 +173,11 @@ def ms_of_call(run: Callable[[], object], device: torch.device, repeats: int = 5
         with torch.cuda.graph(graph):
             run()
         run = graph.replay
-    found = []
+    found = list[float]()
     for _ in range(repeats):
         began = time.perf_counter()
         if device.type == "cuda":
-            first, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             first.record(), run(), end.record()
             end.synchronize()
             found.append(first.elapsed_time(end))

@@ -108,6 +108,7 @@ class Suite:
 
     def __init__(self, scale: Scale, out: Path, device: torch.device) -> None:
         self.scale, self.out, self.device = scale, out, device
+        self._made: dict[str, RandomPair] = {}
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
 
     @cached_property
@@ -151,14 +152,14 @@ class Suite:
 
     def pair(self, model: str, is_tuned: bool = False) -> RandomPair:
         """A model and a draft of its width; the last one made is kept."""
-        if getattr(self, "_made", ("",))[0] != model:
-            self._made = ("", None)  # so that two models are never on the device together
+        if model not in self._made:
+            self._made.clear()  # so that two models are never on the device together
             target = self.scale.models[model]
             own = replace(target, num_layers=1, qkv_bias=False)
             capture = default_capture(target.num_layers)
             draft = DraftConfig(own, self.scale.draft_vocab_size, target.hidden_size, capture)
-            self._made = (model, RandomPair.new(target, draft, self.scale.dtype, self.device, self.table(False)))
-        return replace(self._made[1], table=self.table(is_tuned))
+            self._made[model] = RandomPair.new(target, draft, self.scale.dtype, self.device, self.table(False))
+        return replace(self._made[model], table=self.table(is_tuned))
 
     def decode(self, model: str, way: Drafting, batch: int, context: int, is_tuned: bool = False) -> dict[str, Any]:
         """The steps of one way to draft beside their ideal."""
