@@ -287,12 +287,14 @@ class Scheduler:
             if self._has_draft(sequence, index, drafted):
                 own = sequence.nodes[index]
                 own.has_draft, own.draft_version = True, self.prefix.draft_version
+        is_ahead = sequence.in_flight > 0 or sequence.num_planned > sequence.num_cached
         for index in range(len(sequence.nodes), end // size):
             parent = sequence.nodes[-1] if sequence.nodes else None
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
             has_draft = self._has_draft(sequence, index, drafted)
-            in_pages = index * size < sequence.features_end  # elsewhere nothing of the draft would be lost
+            # Elsewhere nothing of the draft would be lost, unless a step that is not committed has written it meanwhile.
+            in_pages = is_ahead or index * size < sequence.features_end
             reads_draft = sequence.drafts and in_pages and sequence.first_draft_key < (index + 1) * size
             node = self.prefix.publish(space, slot, parent, index, tokens, reads_draft, has_draft)
             if node is None:

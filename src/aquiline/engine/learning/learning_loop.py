@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
+from aquiline.backends.choose import is_gpu
 from aquiline.config import PairConfig
 from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.engine.learning.store import LearningStore, Served, ServedWriter, ServingState
@@ -90,6 +91,8 @@ class LearningLoop:
             raise ValueError(f"learn={str(config.learn)!r}: drafter={llm.drafting.name!r} uses no draft model to train")
         if pair.tensor_parallel_size > 1:
             raise ValueError(f"learn: tensor_parallel_size={pair.tensor_parallel_size}: must be 1 for a draft to learn")
+        if is_gpu(pair.device):
+            raise ValueError(f"learn: device={pair.device!r}: the draft on a GPU cannot be replaced; use device='cpu'")
         self.store = LearningStore(config.learn)
         self._lock = self.store.lock()
         self.store.claim(
