@@ -293,7 +293,7 @@ class Scheduler:
             tokens = sequence.tokens[index * size : (index + 1) * size]
             space = sequence.request.cache_salt
             has_draft = self._has_draft(sequence, index, drafted)
-            # Elsewhere nothing of the draft would be lost, unless a step that is not committed has written it meanwhile.
+            # Elsewhere nothing of the draft would be lost, unless a step that is not committed has written it.
             in_pages = is_ahead or index * size < sequence.features_end
             reads_draft = sequence.drafts and in_pages and sequence.first_draft_key < (index + 1) * size
             node = self.prefix.publish(space, slot, parent, index, tokens, reads_draft, has_draft)
