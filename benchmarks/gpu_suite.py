@@ -16,6 +16,7 @@ does not depend on what is accepted. --tiny runs the same cells over tiny shapes
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -282,6 +283,7 @@ def run_cells(suite: Suite, part: int, seconds: float) -> list[str]:
         if time.monotonic() - began > seconds:
             left.append(name)
             continue
+        gc.collect()  # backends are cycles: the last cell's keys and pair would stay on the device
         first = time.monotonic()
         try:
             found = measure()

@@ -34,6 +34,11 @@ def poison(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a kernel writes, in part or whole."""
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
 def int32(values: object) -> Tensor:
     """Integers as kernels take them."""
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)

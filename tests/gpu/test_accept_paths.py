@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.gpu.running import DEVICE, int32, poison, randn
 from torch import Tensor
 
 from aquiline.backends.torch.trees import Trees, accept
@@ -19,25 +20,26 @@ def random_nodes(N: int, num_trees: int, seed: int, choices: int) -> tuple[TreeN
     """A random tree, its tokens, siblings apart, and what the target draws at its nodes: often a child's token."""
     random = np.random.default_rng(seed)
     parents = [0, *(int(random.integers(max(0, i - 5), i)) for i in range(1, N))]
-    nodes = TreeNodes.of(parents, num_trees, torch.device("cpu"))
-    drawn = torch.from_numpy(random.integers(0, choices, (num_trees, N))).int()
+    nodes = TreeNodes.of(parents, num_trees, DEVICE)
+    drawn = int32(random.integers(0, choices, (num_trees, N)))
     for tree in range(num_trees):
         for parent in range(N):
             children = [i for i in range(1, N) if parents[i] == parent]
-            nodes.tokens[tree, children] = torch.from_numpy(random.permutation(choices)[: len(children)]).int()
+            nodes.tokens[tree, children] = int32(random.permutation(choices)[: len(children)])
     return nodes, drawn
 
 
 def slots_of(num: int, seed: int) -> DeviceSlots:
     random = np.random.default_rng(seed)
-    pages = torch.from_numpy(random.permutation(num * 12).reshape(num, 12)).int()
-    history = torch.from_numpy(random.integers(0, 99, (num, 97))).int()
-    columns = (torch.from_numpy(random.integers(5, 40, num)).int() for _ in range(3))
+    pages = int32(random.permutation(num * 12).reshape(num, 12))
+    history = int32(random.integers(0, 99, (num, 97)))
+    columns = (int32(random.integers(5, 40, num)) for _ in range(3))
     return DeviceSlots(*columns, history, pages, PAGE)
 
 
 def twin_of(nodes: TreeNodes, live: Tensor) -> Trees:
-    columns = (x[live].long() for x in (nodes.tokens, nodes.parents, nodes.depths))
+    """The live trees on the CPU, where the twin runs."""
+    columns = (x.cpu()[live].long() for x in (nodes.tokens, nodes.parents, nodes.depths))
     return Trees(*columns, tuple(nodes.counts[live].tolist()), nodes.paths.shape[2] - 1)
 
 
@@ -47,26 +49,26 @@ def test_kept_paths_are_the_twins(N: int, choices: int) -> None:
     for seed in range(8):
         nodes, drawn = random_nodes(N, 4, seed, choices)
         nodes.counts[3] = max(1, N - 3)
-        trees, live = torch.tensor([3, -1, 0, 1], dtype=torch.int32), torch.tensor([0, 2, 3])
+        trees, live = int32([3, -1, 0, 1]), torch.tensor([0, 2, 3])
         kept = KeptPaths.new(4, nodes.paths.shape[2], drawn.device)
-        accept_paths(trees, nodes, drawn, torch.full((NUM_SLOTS,), 99, dtype=torch.int32), kept).run()
+        accept_paths(trees, nodes, drawn, int32([99] * NUM_SLOTS), kept).run()
         twin = twin_of(nodes, live)
-        expected = accept(twin, twin.ancestors(), drawn[live].long())
-        assert torch.equal(kept.num_accepted[live].long(), expected.num_accepted)
-        assert torch.equal(kept.tokens[live].long(), expected.tokens)
-        assert torch.equal(kept.path[live].long(), torch.where(expected.is_kept, expected.path, 0))
+        expected = accept(twin, twin.ancestors(), drawn.cpu()[live].long())
+        assert torch.equal(kept.num_accepted.cpu()[live].long(), expected.num_accepted)
+        assert torch.equal(kept.tokens.cpu()[live].long(), expected.tokens)
+        assert torch.equal(kept.path.cpu()[live].long(), torch.where(expected.is_kept, expected.path, 0))
         assert int(kept.num_accepted[1]) == 0 and set(kept.tokens[1].tolist()) == {-1}, "a dead tree keeps nothing"
         lengths.update(expected.num_accepted.tolist())
     assert N < 6 or max(lengths) > 1 > min(lengths), "nothing and more than a token is kept here"
 
 
 def test_a_limit_ends_the_path_and_the_token_drawn_there_follows() -> None:
-    nodes = TreeNodes.of([0, 0, 1, 2], 1, torch.device("cpu"))
-    nodes.tokens[0] = torch.tensor([7, 11, 12, 13])
-    drawn, trees = torch.tensor([[11, 12, 13, 14]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    nodes = TreeNodes.of([0, 0, 1, 2], 1, DEVICE)
+    nodes.tokens[0] = int32([7, 11, 12, 13])
+    drawn, trees = int32([[11, 12, 13, 14]]), int32([2])
     for limit in range(5):
         kept = KeptPaths.new(1, 4, drawn.device)
-        accept_paths(trees, nodes, drawn, torch.tensor([9, 9, limit], dtype=torch.int32), kept).run()
+        accept_paths(trees, nodes, drawn, int32([9, 9, limit]), kept).run()
         count = min(limit, 3)
         assert int(kept.num_accepted[0]) == count
         assert kept.tokens[0].tolist() == [11, 12, 13, 14][: count + 1] + [-1] * (3 - count)
@@ -74,11 +76,11 @@ def test_a_limit_ends_the_path_and_the_token_drawn_there_follows() -> None:
 
 
 def test_logits_that_are_no_numbers_end_a_path() -> None:
-    nodes = TreeNodes.of([0, 0, 1], 1, torch.device("cpu"))
-    nodes.tokens[0] = torch.tensor([7, 11, 12])
+    nodes = TreeNodes.of([0, 0, 1], 1, DEVICE)
+    nodes.tokens[0] = int32([7, 11, 12])
     kept = KeptPaths.new(1, 3, nodes.tokens.device)
-    trees, limits = torch.tensor([0], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
-    accept_paths(trees, nodes, torch.tensor([[11, -1, 12]], dtype=torch.int32), limits, kept).run()
+    trees, limits = int32([0]), int32([9])
+    accept_paths(trees, nodes, int32([[11, -1, 12]]), limits, kept).run()
     assert kept.tokens[0].tolist() == [11, -1, -1] and int(kept.num_accepted[0]) == 1
     state = slots_of(1, 0)
     root = int(state.roots[0])
@@ -93,15 +95,15 @@ def places(state: DeviceSlots, slot: int, index: int) -> int:
 @pytest.mark.parametrize("seed", range(4))
 def test_kept_keys_stand_in_order_behind_the_root_and_nothing_else_moves(seed: int) -> None:
     nodes, drawn = random_nodes(17, 3, seed, 4)
-    state, trees = slots_of(NUM_SLOTS, seed), torch.tensor([4, -1, 2], dtype=torch.int32)
+    state, trees = slots_of(NUM_SLOTS, seed), int32([4, -1, 2])
     width = nodes.paths.shape[2]
     for node in nodes.paths[0, 16, 1:].tolist():  # the first tree keeps the path of its last node
         drawn[0, nodes.parents[0, node]] = nodes.tokens[0, node] if node else drawn[0, 0]
     kept = KeptPaths.new(3, width, drawn.device)
-    accept_paths(trees, nodes, drawn, torch.full((NUM_SLOTS,), 99, dtype=torch.int32), kept).run()
+    accept_paths(trees, nodes, drawn, int32([99] * NUM_SLOTS), kept).run()
     roots, history = state.roots.clone(), state.history.clone()
     keep_paths(trees, state, 17, kept).run()
-    k_cache = torch.arange(2 * NUM_SLOTS * 12 * PAGE * 2 * 16, dtype=torch.float32).view(2, -1, 2, 16)
+    k_cache = torch.arange(2 * NUM_SLOTS * 12 * PAGE * 2 * 16, dtype=torch.float32, device=DEVICE).view(2, -1, 2, 16)
     v_cache, k_before = -k_cache, k_cache.clone()
     move_keys(k_cache, v_cache, kept).run()
 
@@ -123,9 +125,9 @@ def test_kept_keys_stand_in_order_behind_the_root_and_nothing_else_moves(seed: i
 
 
 def test_rows_are_gathered_and_scattered_and_dead_ones_left_alone() -> None:
-    source = torch.randn(6, 32)
-    target = torch.full((9, 32), torch.nan, dtype=torch.float16)
-    old, new = torch.tensor([4, 0, -1, 5], dtype=torch.int32), torch.tensor([8, -1, 1, 2], dtype=torch.int32)
+    source = randn(6, 32)
+    target = poison(9, 32, dtype=torch.float16)
+    old, new = int32([4, 0, -1, 5]), int32([8, -1, 1, 2])
     copy_rows(source, target, from_rows=old, to_rows=new).run()
     assert torch.equal(target[[8, 2]], source[[4, 5]].half())
     assert target[[0, 1, 3, 4, 5, 6, 7]].isnan().all()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.running import DEVICE, int32, poison, randn, zeros
 from torch import Tensor
 
 from aquiline.backends.torch import draw as twin
@@ -33,7 +34,7 @@ IDS = torch.randperm(2**17, generator=torch.Generator().manual_seed(1))[:V].sort
 
 def words(seeds: Tensor) -> Tensor:
     """Seeds as the device has them: each word's bits as an int32."""
-    return torch.from_numpy(seeds.numpy().astype("uint32").view("int32"))
+    return torch.from_numpy(seeds.numpy().astype("uint32").view("int32")).to(DEVICE)
 
 
 def some(num_rows: int, seed: int = 0) -> tuple[Tensor, VocabularyHead, DrawRows]:
@@ -43,15 +44,16 @@ def some(num_rows: int, seed: int = 0) -> tuple[Tensor, VocabularyHead, DrawRows
     slots = torch.arange(num_rows, dtype=torch.int32) % NUM_SLOTS
     slots[1::5] = -1
     positions = torch.randint(0, 9000, (num_rows,), generator=random, dtype=torch.int32)
-    return x, VocabularyHead(weight), DrawRows(slots, positions, TEMPERATURES, words(SEEDS))
+    rows = DrawRows(slots.to(DEVICE), positions.to(DEVICE), TEMPERATURES.to(DEVICE), words(SEEDS))
+    return x.to(DEVICE), VocabularyHead(weight.to(DEVICE)), rows
 
 
 def sampling_of(rows: DrawRows, live: Tensor) -> RowSampling:
-    own = rows.slots[live].long()
+    """How the live rows draw, on the CPU, where the twin runs."""
+    own = rows.slots.cpu()[live].long()
     unused: Any = None
-    return RowSampling(
-        TEMPERATURES[own], unused, unused, unused, SEEDS[own], rows.positions[live].long() + rows.ahead, filters=False
-    )  # fmt: skip
+    positions = rows.positions.cpu()[live].long() + rows.ahead
+    return RowSampling(TEMPERATURES[own], unused, unused, unused, SEEDS[own], positions, filters=False)
 
 
 def found(x: Tensor, head: VocabularyHead, rows: DrawRows, count: int) -> TileBest:
@@ -67,31 +69,31 @@ def found_in(logits: Tensor, rows: DrawRows, count: int) -> TileBest:
 
 
 def drawn(best: TileBest, rows: DrawRows, **settings: Any) -> Tensor:
-    tokens = torch.full((len(rows.slots),), -9, dtype=torch.int32)
+    tokens = int32([-9] * len(rows.slots))
     pick_draws(best, rows.slots, tokens, **settings).run()
-    return tokens
+    return tokens.cpu()
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 19])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["target", "draft"])
 def test_draws_are_the_twins(num_rows: int, ids: Tensor | None) -> None:
     x, head, rows = some(num_rows)
-    head, live = VocabularyHead(head.weight, None if ids is None else ids.int()), rows.slots >= 0
+    head, live = VocabularyHead(head.weight, None if ids is None else ids.int().to(DEVICE)), rows.slots.cpu() >= 0
     tokens = drawn(found(x, head, rows, 1), rows)
-    logits, own = x @ head.weight.T, torch.arange(V) if ids is None else ids
+    logits, own = (x @ head.weight.T).cpu(), torch.arange(V) if ids is None else ids
     assert torch.equal(tokens[live].long(), twin.draw(logits[live], sampling_of(rows, live), own))
     assert set(tokens[~live].tolist()) <= {-1}
 
 
 def test_noise_is_the_twins_up_to_rounding() -> None:
-    rows = DrawRows(torch.arange(4).int(), torch.tensor([0, 5, 2**31 - 3, 77]).int(), torch.ones(4), words(SEEDS))
-    best, every = TileBest.new(4, 512, 16, rows.seed.device, NARROW), torch.zeros(4, 512)
+    rows = DrawRows(int32([0, 1, 2, 3]), int32([0, 5, 2**31 - 3, 77]), torch.ones(4, device=DEVICE), words(SEEDS))
+    best, every = TileBest.new(4, 512, 16, rows.seed.device, NARROW), zeros(4, 512)
     best_of_logits(every, rows, best, NARROW).run()
     every.scatter_(1, best.ids.flatten(1).long(), best.scores.flatten(1))
     unused: Any = None
-    own = RowSampling(torch.ones(4), unused, unused, unused, SEEDS, rows.positions.long() + 1, filters=False)
+    own = RowSampling(torch.ones(4), unused, unused, unused, SEEDS, rows.positions.cpu().long() + 1, filters=False)
     expected = twin.gumbel(own, torch.arange(512))
-    assert (every - expected).abs().max() < 2e-6
+    assert (every.cpu() - expected).abs().max() < 2e-6
     assert expected.max() > 6 and expected.min() < -1.7
 
 
@@ -99,14 +101,14 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others() -> None:
     x, head, rows = some(19)
     best = found(x, head, rows, 2)
     for row in (0, 7, 17):
-        alone = DrawRows(rows.slots[row : row + 1], rows.positions[row : row + 1], TEMPERATURES, rows.seed)
+        alone = DrawRows(rows.slots[row : row + 1], rows.positions[row : row + 1], rows.temperature, rows.seed)
         own = found(x[row : row + 1], head, alone, 2)
         assert torch.equal(own.scores[0], best.scores[row]) and torch.equal(own.ids[0], best.ids[row])
 
 
 def test_logits_on_the_way_change_no_bit() -> None:
     x, head, rows = some(6)
-    logits = torch.full((6, V), torch.nan)
+    logits = poison(6, V)
     head_logits(x, head, rows.slots, logits, TILES).run()
     live = rows.slots >= 0
     torch.testing.assert_close(logits[live], (x[live].double() @ head.weight.double().T).float(), atol=1e-5, rtol=0)
@@ -117,24 +119,24 @@ def test_logits_on_the_way_change_no_bit() -> None:
 
 
 def greedy(num_rows: int) -> DrawRows:
-    slots = torch.zeros(num_rows, dtype=torch.int32)
-    return DrawRows(slots, slots, TEMPERATURES, words(SEEDS))
+    slots = int32([0] * num_rows)
+    return DrawRows(slots, slots, TEMPERATURES.to(DEVICE), words(SEEDS))
 
 
 def test_ties_go_to_the_lowest_id_within_and_across_tiles() -> None:
-    logits = torch.zeros(2, V)
+    logits = zeros(2, V)
     logits[0, [40, 37, 100]] = 5.0
     logits[1, [99, 33, 140, 64]] = 5.0
     rows = greedy(2)
     assert drawn(found_in(logits, rows, 1), rows).tolist() == [37, 33]
-    best, tokens, logprobs = found_in(logits, rows, 5), torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5)
+    best, tokens, logprobs = found_in(logits, rows, 5), zeros(2, 5, dtype=torch.int32), zeros(2, 5)
     pick_children(best, rows.slots, tokens, logprobs).run()
     assert tokens.tolist() == [[37, 40, 100, 0, 1], [33, 64, 99, 140, 0]]
 
 
 @pytest.mark.parametrize("otherwise", [-1, 17])
 def test_logits_that_are_no_numbers_draw_no_token(otherwise: int) -> None:
-    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(2))
+    logits = randn(4, V, seed=2)
     logits[0, 77] = torch.nan
     logits[1] = -torch.inf
     logits[2, 3:] = -torch.inf
@@ -146,15 +148,15 @@ def test_logits_that_are_no_numbers_draw_no_token(otherwise: int) -> None:
 
 def test_runners_up_and_margins_are_the_twins() -> None:
     x, head, rows = some(19)
-    live, tokens, margins = rows.slots >= 0, torch.zeros(19, 2, dtype=torch.int32), torch.zeros(19)
+    live, tokens, margins = rows.slots.cpu() >= 0, zeros(19, 2, dtype=torch.int32), zeros(19)
     pick_draws(found(x, head, rows, 2), rows.slots, tokens, margins=margins).run()
-    logits, sampling = (x @ head.weight.T)[live], sampling_of(rows, live)
+    logits, sampling = (x @ head.weight.T).cpu()[live], sampling_of(rows, live)
     best, second, _ = twin.guess(logits, sampling, torch.arange(V))
-    assert torch.equal(tokens[live].long(), torch.stack((best, second), 1))
+    assert torch.equal(tokens.cpu()[live].long(), torch.stack((best, second), 1))
     ranked = twin.scores(logits, sampling, torch.arange(V), filters=False).sort(descending=True).values
-    torch.testing.assert_close(margins[live], ranked[:, 0] - ranked[:, 1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(margins.cpu()[live], ranked[:, 0] - ranked[:, 1], atol=1e-5, rtol=0)
 
-    only = torch.full((2, V), -torch.inf)
+    only = zeros(2, V) - torch.inf
     only[0, 9], only[1, 9] = 1.0, torch.nan
     pick_draws(found_in(only, greedy(2), 2), greedy(2).slots, tokens[:2], margins=margins[:2]).run()
     assert tokens[:2].tolist() == [[9, -1], [-1, -1]] and margins[:2].tolist() == [torch.inf, 0.0]
@@ -163,12 +165,13 @@ def test_runners_up_and_margins_are_the_twins() -> None:
 @pytest.mark.parametrize("count", [1, 3, 16])
 def test_children_and_their_log_probabilities_are_the_twins(count: int) -> None:
     x, head, rows = some(18)
-    head, live = VocabularyHead(head.weight, IDS.int()), rows.slots >= 0
-    tokens, wide = torch.zeros(6, 3 * count + 2, dtype=torch.int32), torch.zeros(6, 3 * count + 2)
+    head, live = VocabularyHead(head.weight, IDS.int().to(DEVICE)), rows.slots.cpu() >= 0
+    tokens, wide = zeros(6, 3 * count + 2, dtype=torch.int32), zeros(6, 3 * count + 2)
     above = -torch.arange(18.0)
     best = found(x, head, rows, count)
-    pick_children(best, rows.slots, tokens[:, 2:], wide[:, 2:], above=above).run()
-    ids, logprobs = twin.children((x @ head.weight.T)[live], sampling_of(rows, live), IDS, count)
+    pick_children(best, rows.slots, tokens[:, 2:], wide[:, 2:], above=above.to(DEVICE)).run()
+    tokens, wide = tokens.cpu(), wide.cpu()
+    ids, logprobs = twin.children((x @ head.weight.T).cpu()[live], sampling_of(rows, live), IDS, count)
     assert torch.equal(tokens[:, 2:].reshape(18, count)[live].long(), ids)
     expected = above[live, None] + logprobs.clamp(max=0)
     torch.testing.assert_close(wide[:, 2:].reshape(18, count)[live], expected, atol=2e-5, rtol=1e-6)
@@ -176,9 +179,9 @@ def test_children_and_their_log_probabilities_are_the_twins(count: int) -> None:
 
 
 def test_children_of_logits_that_are_no_numbers_are_different_tokens_that_nothing_prefers() -> None:
-    logits = torch.full((2, V), torch.nan)
+    logits = poison(2, V)
     logits[1, :] = -torch.inf
-    rows, tokens, logprobs = greedy(2), torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4)
+    rows, tokens, logprobs = greedy(2), zeros(2, 4, dtype=torch.int32), zeros(2, 4)
     pick_children(found_in(logits, rows, 4), rows.slots, tokens, logprobs).run()
     assert tokens.tolist() == [[0, 1, 2, 3]] * 2 and (logprobs == -torch.inf).all()
 
@@ -191,8 +194,8 @@ def test_buffers_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"best\.scores has the shape \(3, 5, 1\); make it \(3, 2, 1\)"):
         best_by_tile(x, head, rows, best)
     with pytest.raises(ValueError, match=r"the head's ids is torch\.int64; convert it to int32"):
-        best_by_tile(x, VocabularyHead(head.weight, IDS), rows, best, TILES)
+        best_by_tile(x, VocabularyHead(head.weight, IDS.to(DEVICE)), rows, best, TILES)
     with pytest.raises(ValueError, match="count 1 and margins is tensor"):
-        pick_draws(best, rows.slots, torch.zeros(3).int(), margins=torch.zeros(3))
+        pick_draws(best, rows.slots, int32([0] * 3), margins=zeros(3))
     with pytest.raises(ValueError, match=r"tokens has the shape \(3, 2\); 3 rows have 3 children"):
-        pick_children(best, rows.slots, torch.zeros(3, 2).int(), torch.zeros(3, 2))
+        pick_children(best, rows.slots, zeros(3, 2, dtype=torch.int32), zeros(3, 2))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY, init_random
+from tests.gpu.running import DEVICE, int32, poison, randn, zeros
 from torch import Tensor
 
 from aquiline.backends.torch import reference
@@ -25,12 +26,12 @@ def random_blocks(count: int, rows: int, inputs: int, seed: int, scales: tuple[i
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (count, rows, inputs // 32, 17), dtype=np.uint8)
     blocks[..., 0] = random.integers(*scales, blocks.shape[:-1])
-    return torch.from_numpy(blocks.reshape(count, rows, -1))
+    return torch.from_numpy(blocks.reshape(count, rows, -1)).to(DEVICE)
 
 
 def floats(blocks: Tensor) -> Tensor:
     """What blocks [E, N, 17 K / 32] stand for, as gguf-py computes it; [E * N, K]."""
-    return torch.from_numpy(in_memory(blocks.flatten(0, 1).numpy(), MXFP4).dequantised())
+    return torch.from_numpy(in_memory(blocks.flatten(0, 1).cpu().numpy(), MXFP4).dequantised()).to(DEVICE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class Mixture:
         shape = dataclasses.replace(TINY, intermediate_size=INNER, experts=config, **model)
         layer, up, down = DecoderLayer(shape, 0), random_blocks(E, 2 * INNER, H, 1), random_blocks(E, H, INNER, 2)
         init_random(layer, 3)
+        layer.to(DEVICE)
         layer.gate_up.data, layer.down.data = floats(up), floats(down)
         biases = (None if bias is None else bias.data for bias in (layer.gate_up_bias, layer.down_bias))
         packed = (PackedExperts.of(blocks, bias) for blocks, bias in zip((up, down), biases, strict=True))
@@ -59,8 +61,7 @@ class Mixture:
     def run(self, x: Tensor, slots: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ExpertRoutes]:
         R, P, c = len(x), self.config.per_token, self.layer.config
         routes = ExpertRoutes.new(R, E, P, x.device)
-        inner, outputs = torch.full((R * P, INNER), torch.nan), torch.full((R * P, H), torch.nan)
-        out = torch.full((R, H), torch.nan)
+        inner, outputs, out = poison(R * P, INNER), poison(R * P, H), poison(R, H)
         how: dict[str, Any] = {"kind": c.activation, "limit": c.activation_limit}
         for launch in (
             *route("ROUTE", self.logits(x) if logits is None else logits, slots, routes, over_all=self.config.over_all),
@@ -73,9 +74,9 @@ class Mixture:
 
 
 def rows_of(count: int) -> tuple[Tensor, Tensor]:
-    slots = torch.zeros(count, dtype=torch.int32)
+    slots = zeros(count, dtype=torch.int32)
     slots[2::7] = -1
-    return torch.randn(count, H, generator=torch.Generator().manual_seed(count)), slots
+    return randn(count, H, seed=count), slots
 
 
 MIXTURES: dict[str, tuple[Experts, dict[str, Any]]] = {
@@ -110,15 +111,15 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others() -> None:
 
 
 def test_pairs_of_one_expert_are_one_group_and_ties_go_to_the_lowest_expert() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [9.0, 9.0, 9.0, 9.0], [3.0, 0.0, 0.0, 4.0]])
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [9.0, 9.0, 9.0, 9.0], [3.0, 0.0, 0.0, 4.0]], device=DEVICE)
     routes = ExpertRoutes.new(3, 4, 2, logits.device)
-    for launch in route("ROUTE", logits, torch.tensor([5, -1, 0], dtype=torch.int32), routes, over_all=False):
+    for launch in route("ROUTE", logits, int32([5, -1, 0]), routes, over_all=False):
         launch.run()
     assert routes.experts.tolist() == [[1, 2], [-1, -1], [3, 0]]
     assert routes.group_experts.tolist() == [1, 2, 3, 0] and routes.counts.tolist() == [1, 1, 1, 1]
     assert routes.pairs[:, 0].tolist() == [0, 1, 4, 5]
 
-    for launch in route("ROUTE", logits, torch.zeros(3, dtype=torch.int32), routes, over_all=False):
+    for launch in route("ROUTE", logits, int32([0] * 3), routes, over_all=False):
         launch.run()
     assert routes.experts.tolist() == [[1, 2], [0, 1], [3, 0]]
     groups = zip(routes.group_experts.tolist(), routes.counts.tolist(), routes.pairs.tolist(), strict=True)
@@ -136,10 +137,10 @@ def test_a_router_that_finds_no_number_makes_the_row_none() -> None:
 def test_every_code_and_scale_is_unpacked_to_its_value(scales: tuple[int, int]) -> None:
     blocks = random_blocks(1, 32, 64, 9, scales)
     blocks.view(1, 32, 2, 17)[0, :16, :, 1] = (
-        torch.arange(16, dtype=torch.uint8)[:, None] * 17
+        torch.arange(16, dtype=torch.uint8, device=DEVICE)[:, None] * 17
     )  # every code, both halves
-    routes, one_hot, found = ExpertRoutes.new(64, 1, 1, blocks.device), torch.eye(64), torch.zeros(64, 32)
-    for launch in route("ROUTE", torch.zeros(64, 1), torch.zeros(64, dtype=torch.int32), routes, over_all=False):
+    routes, one_hot, found = ExpertRoutes.new(64, 1, 1, blocks.device), torch.eye(64, device=DEVICE), zeros(64, 32)
+    for launch in route("ROUTE", zeros(64, 1), int32([0] * 64), routes, over_all=False):
         launch.run()
     expert_down("DOWN", one_hot, PackedExperts.of(blocks), routes, found).run()
     assert torch.equal(found.T, floats(blocks))
@@ -151,8 +152,8 @@ def test_mixtures_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="129 rows with 4 experts each; give at most 128 rows"):
         ExpertRoutes.new(129, E, 4, x.device)
     with pytest.raises(ValueError, match="routes have 2 experts a row in 5 groups"):
-        route("ROUTE", torch.zeros(3, 7), slots, routes, over_all=False)
+        route("ROUTE", zeros(3, 7), slots, routes, over_all=False)
     with pytest.raises(ValueError, match=r"UP's experts have the shape \(5, 64, 96\); out has 96 outputs"):
-        expert_gate_up("UP", x, mixture.down, routes, torch.zeros(6, INNER), kind="swiglu")
+        expert_gate_up("UP", x, mixture.down, routes, zeros(6, INNER), kind="swiglu")
     with pytest.raises(ValueError, match="kind='relu' is no activation"):
-        expert_gate_up("UP", x, mixture.gate_up, routes, torch.zeros(6, INNER), kind="relu")
+        expert_gate_up("UP", x, mixture.gate_up, routes, zeros(6, INNER), kind="relu")

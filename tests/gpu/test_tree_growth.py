@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.backends.playing import Player, words
 from tests.conftest import tiny_pair, weights_of
+from tests.gpu.running import DEVICE, int32, run, zeros
 from torch import Tensor
 
 from aquiline.backends.torch.draft import Draft, Roots
@@ -23,7 +24,6 @@ from aquiline.ops.triton.head_draw import (
     best_by_tile,
     pick_children,
 )
-from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.linear import LinearTiles
 from aquiline.ops.triton.tree_growth import (
     Beam,
@@ -43,11 +43,6 @@ TILES = LinearTiles(block_n=16, block_k=32)
 GREEDY, SAMPLED = SamplingParams(max_tokens=64, seed=5), SamplingParams(max_tokens=64, temperature=0.8, seed=2**40 + 9)
 
 
-def run(*launches: Launch) -> None:
-    for launch in launches:
-        launch.run()
-
-
 @dataclass(frozen=True, eq=False)
 class Growing:
     """Roots of a real batch, and what drafts below them. trees [4]: its slots, with a dead tree between them."""
@@ -64,22 +59,24 @@ class Growing:
         at = torch.zeros(len(self.trees), dtype=torch.int64)
         at[self.live] = self.roots.root.long() + level - 1
         slots, positions = self.trees.repeat_interleave(count), at.int().repeat_interleave(count)
-        return DrawRows(slots, positions, own.temperature.clone(), own.seed.clone(), ahead=2)
+        columns = (x.to(DEVICE, copy=True) for x in (positions, own.temperature, own.seed))
+        return DrawRows(slots, *columns, ahead=2)
 
     def find(self, outputs: Tensor, level: int, into: Candidates, first: int, k: int, above: Tensor | None) -> None:
         """The children of rows with outputs [4 m, H] of a level, entered from candidate `first` on."""
         rows = self.rows_of(len(outputs) // len(self.trees), level)
-        own, ids = self.draft.head, self.draft.target_ids.int()
+        own, ids = self.draft.head, self.draft.target_ids.int().to(DEVICE)
         best = TileBest.new(len(outputs), len(ids), k, ids.device, TILES)
-        normed = own.layer.norm(outputs, own.norm)
+        normed = own.layer.norm(outputs, own.norm).to(DEVICE)
         end = first + len(outputs) // len(self.trees) * k
         columns = into.tokens[:, first:end], into.scores[:, first:end]
-        run(best_by_tile(normed, VocabularyHead(own.head, ids), rows, best, TILES))
+        run(best_by_tile(normed, VocabularyHead(own.head.to(DEVICE), ids), rows, best, TILES))
         run(pick_children(best, rows.slots, *columns, above=above))
 
     def expand(self, tokens: Tensor, sources: Tensor, outputs: Tensor, paths: Tensor, level: int) -> Tensor:
         """The draft's outputs [4 m, H] at the rows of a level."""
         m = tokens.shape[1]
+        tokens, sources, paths = tokens.cpu(), sources.cpu(), paths.cpu()  # where the twin runs
         found = torch.full((len(self.trees), m, outputs.shape[1]), torch.nan)
         tails = paths[self.live][..., 1 : level + 1].long() - 1
         source = outputs[sources[self.live].long().flatten()].view(len(tails), m, -1)
@@ -109,7 +106,7 @@ def growing() -> Growing:
     with torch.inference_mode():
         output = draft.catch_up(slots, root + 1, 16, longest)
     roots = Roots([0, 1, 2], slots, root, state.history[slots, root], output)
-    return Growing(draft, roots, longest, torch.tensor([0, -1, 1, 2], dtype=torch.int32), torch.tensor([0, 2, 3]))
+    return Growing(draft, roots, longest, int32([0, -1, 1, 2]), torch.tensor([0, 2, 3]))
 
 
 def grow_dynamic(own: Growing, drafting: Dynamic) -> TreeNodes:
@@ -135,13 +132,13 @@ def grow_static(own: Growing, drafting: Static) -> TreeNodes:
     outputs = own.first_outputs
     own.find(outputs, 0, candidates, 0, drafting.width, None)
     for number, level in enumerate(plan.levels, 1):
-        tokens = torch.zeros(B, len(level.places), dtype=torch.int32)
-        run(take_candidates(own.trees, candidates.tokens, torch.tensor(level.places, dtype=torch.int32), tokens))
+        tokens = zeros(B, len(level.places), dtype=torch.int32)
+        run(take_candidates(own.trees, candidates.tokens, int32(level.places), tokens))
         width = len(outputs) // B
         sources = torch.tensor(level.parents)[None] + width * torch.arange(B)[:, None]
         outputs = own.expand(tokens, sources, outputs, torch.tensor(level.paths).expand(B, -1, -1), number)
         own.find(outputs, number, candidates, level.first, drafting.width, None)
-    places = torch.tensor(plan.places, dtype=torch.int32)
+    places = int32(plan.places)
     run(take_candidates(own.trees, candidates.tokens, places, nodes.tokens[:, 1:]))
     return nodes
 
@@ -162,18 +159,18 @@ def test_trees_are_the_twins(drafting: Drafting) -> None:
     own = growing()
     nodes = grow_dynamic(own, drafting) if isinstance(drafting, Dynamic) else grow_static(own, drafting)
     twin = twin_of(own, drafting)
-    assert torch.equal(nodes.tokens[own.live, 1:].long(), twin.tokens[:, 1:])
-    assert torch.equal(nodes.parents[own.live].long(), twin.parents)
-    assert torch.equal(nodes.depths[own.live].long(), twin.depths)
-    assert torch.equal(nodes.paths[own.live].long(), twin.levels(twin.ancestors()))
+    assert torch.equal(nodes.tokens[own.live, 1:].long().cpu(), twin.tokens[:, 1:])
+    assert torch.equal(nodes.parents[own.live].long().cpu(), twin.parents)
+    assert torch.equal(nodes.depths[own.live].long().cpu(), twin.depths)
+    assert torch.equal(nodes.paths[own.live].long().cpu(), twin.levels(twin.ancestors()))
     assert not nodes.tokens[1].any(), "a dead tree is not written"
 
 
 def test_candidates_that_tie_are_chosen_the_first_first() -> None:
     """Log-probabilities that round to 0 tie a child with its parent: the parent, which stands before it, is a node."""
-    candidates, trees = Candidates.new(1, num_candidates(2, 2), torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
-    candidates.tokens[0] = torch.arange(10)
-    candidates.parents[0, 2:] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    candidates, trees = Candidates.new(1, num_candidates(2, 2), DEVICE), int32([0])
+    candidates.tokens[0] = int32(range(10))
+    candidates.parents[0, 2:] = int32([0, 0, 1, 1, 2, 2, 3, 3])
     candidates.scores[0] = torch.tensor([0.0, -2.0, 0.0, -3.0, -9.0, -9.0, 0.0, -9.0, -9.0, -9.0])
     nodes = TreeNodes.empty(1, 5, 3, candidates.tokens.device)
     choose_nodes(trees, candidates, 2, nodes).run()

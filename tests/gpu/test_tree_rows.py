@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.backends.playing import Player, words
 from tests.conftest import tiny_pair, weights_of
+from tests.gpu.running import DEVICE, int32
 from torch import Tensor
 
 from aquiline.backends.torch.torch_backend import TorchBackend
@@ -36,12 +37,12 @@ def played() -> TorchBackend:
 
 def slots_of(backend: TorchBackend) -> DeviceSlots:
     own = backend.state
-    columns = (x.clone() for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
+    columns = (x.clone().to(DEVICE) for x in (own.root, own.draft_end, own.first_draft_key, own.history, own.table))
     return DeviceSlots(*columns, own.sizes.page_size)
 
 
 def new_rows(state: DeviceSlots, num_trees: int, each: int, path: Tensor | None = None) -> DeviceRows:
-    columns = torch.full((6, num_trees * each), -99, dtype=torch.int32)
+    columns = int32([[-99] * (num_trees * each)] * 6)
     return DeviceRows(*columns, path, state.page_table, state.page_size, each)
 
 
@@ -57,19 +58,19 @@ def seen(rows: DeviceRows, row: int) -> list[int]:
 def test_rows_of_trees_are_the_twins(parents: list[int]) -> None:
     backend = played()
     state, own = slots_of(backend), backend.state
-    trees, numbers, N = torch.tensor([2, -1, 0], dtype=torch.int32), [2, 0], len(parents)
+    trees, numbers, N = int32([2, -1, 0]), [2, 0], len(parents)
     nodes = TreeNodes.of(parents, 3, trees.device)
-    nodes.tokens[:] = torch.arange(3 * N, dtype=torch.int32).view(3, N)
+    nodes.tokens[:] = int32(range(3 * N)).view(3, N)
     nodes.counts[2] = max(1, N - 1)
     is_chain = parents != PARENTS["tree"]
     rows = new_rows(state, 3, N, None if is_chain else nodes.paths[..., 1:].flatten(0, 1))
     tree_rows(trees, state, nodes, rows).run()
 
     live = [0, 2]
-    columns = (x[live].long() for x in (nodes.tokens, nodes.parents, nodes.depths))
+    columns = (x[live].long().cpu() for x in (nodes.tokens, nodes.parents, nodes.depths))
     twin = Trees(*columns, tuple(nodes.counts[live].tolist()), int(nodes.depths.max()))
     base = own.root[torch.tensor(numbers)].tolist()
-    assert torch.equal(nodes.tokens[live, 0], own.history[torch.tensor(numbers), torch.tensor(base)])
+    assert torch.equal(nodes.tokens[live, 0].cpu(), own.history[torch.tensor(numbers), torch.tensor(base)])
     block = tree_block(own, numbers, torch.tensor(base), twin, twin.ancestors())
     for b, tree in enumerate(live):
         for i in range(twin.sizes[b]):
@@ -85,8 +86,8 @@ def test_rows_of_trees_are_the_twins(parents: list[int]) -> None:
 def test_rows_of_a_draft_stand_one_position_before_and_see_their_paths() -> None:
     state = slots_of(played())
     state.first_draft_keys[1] = 5
-    trees = torch.tensor([1, -1, 2], dtype=torch.int32)
-    path = torch.tensor([[1, 4], [3, 5], [2, 6]], dtype=torch.int32).repeat(3, 1)
+    trees = int32([1, -1, 2])
+    path = int32([[1, 4], [3, 5], [2, 6]]).repeat(3, 1)
     rows = new_rows(state, 3, 3, path)
     level_rows(trees, state, 2, 4, rows).run()
     for tree, slot, start in ((0, 1, 5), (2, 2, 1)):
@@ -105,7 +106,7 @@ def test_rows_of_a_draft_stand_one_position_before_and_see_their_paths() -> None
 def test_rows_of_a_drafted_chain_see_all_before_them() -> None:
     state = slots_of(played())
     rows = new_rows(state, 1, 1)
-    level_rows(torch.tensor([1], dtype=torch.int32), state, 3, 3, rows).run()
+    level_rows(int32([1]), state, 3, 3, rows).run()
     root = int(state.roots[1])
     assert (int(rows.positions[0]), int(rows.write[0])) == (root + 2, root + 3)
     assert seen(rows, 0) == list(range(1, root + 4))
@@ -117,9 +118,9 @@ def test_missing_draft_keys_get_their_rows(lag: int) -> None:
     state, slot, width = slots_of(backend), 1, 4
     root = int(state.roots[slot])
     state.draft_ends[slot] = end = root + 1 - lag
-    trees = torch.tensor([-1, slot], dtype=torch.int32)
+    trees = int32([-1, slot])
     rows = new_rows(state, 2, width)
-    tokens, places, last = torch.full((2 * width,), -9).int(), torch.full((2 * width,), -9).int(), torch.zeros(2).int()
+    tokens, places, last = int32([-9] * 2 * width), int32([-9] * 2 * width), int32([0, 0])
     lag_rows(trees, state, tokens, places, last, rows).run()
     needed = list(range(min(end, root) - 1, root))
     for i, index in enumerate(needed):

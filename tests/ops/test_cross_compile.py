@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ pytest.importorskip("triton", reason="not installed: triton")
 from tests.ops.compiling import SHARED_BYTES, compiled
 
 from aquiline.ops.triton.activation import activation
-from aquiline.ops.triton.attention import SpanBuffers, attention
+from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention
 from aquiline.ops.triton.embedding import embedding
 from aquiline.ops.triton.heads import heads
 from aquiline.ops.triton.launch import Launch
 from aquiline.ops.triton.linear import linear, partials_shape
 from aquiline.ops.triton.norm import norm
 from aquiline.ops.triton.rows import DeviceRows
+from aquiline.ops.triton.tile_table import CONFIGS, TileTable
 
 pytestmark = pytest.mark.rare
 EACH_CARD = pytest.mark.parametrize("capability", list(SHARED_BYTES), ids=str)
@@ -45,13 +47,15 @@ def rows(M: int, levels: int = 0) -> DeviceRows:
     return DeviceRows(*own, int32(M, levels) if levels else None, int32(8, 512), page_size=64, group=M)
 
 
-def attending(Hq: int, Hkv: int, D: int, levels: int = 0, window: int = 0) -> Sequence[Launch]:
+def attending(
+    Hq: int, Hkv: int, D: int, levels: int = 0, window: int = 0, tiles: AttentionTiles | None = None
+) -> Sequence[Launch]:
     """The attention of eight rows at a context of 8K."""
     M, spans = 8, 16
     return attention(
         "attention", halves(M, Hq, D), halves(8192, Hkv, D), halves(8192, Hkv, D), rows(M, levels), halves(M, Hq * D),
         SpanBuffers(floats(M, Hq, spans, D), floats(M, Hq, spans, 2)), scale=D**-0.5, window=window,
-        sinks=halves(Hq) if window else None,
+        sinks=halves(Hq) if window else None, tiles=tiles,
     )  # fmt: skip
 
 
@@ -59,6 +63,19 @@ def multiplying(N: int, K: int) -> Sequence[Launch]:
     splits, M, _ = partials_shape(8, N, K)
     partials = floats(splits, M, N) if splits else None
     return linear("linear", halves(M, K), halves(N, K), halves(M, N), int32(M), bias=halves(N), partials=partials)
+
+
+def tuned(file: Path) -> Sequence[Launch]:
+    """Linears and attention, of trees too, with the tiles of a table; the latter were timed over chains alone."""
+    launches = list[Launch]()
+    for key, entry in TileTable.of("", file).entries.items():
+        if isinstance(entry.tiles, AttentionTiles):
+            for levels in (0, 60):
+                launches += attending(*key.shape, levels, tiles=entry.tiles)
+        elif key.kind == "linear":
+            N, K = key.shape
+            launches += linear(str(key), halves(8, K), halves(N, K), halves(8, N), int32(8), tiles=entry.tiles)
+    return launches
 
 
 @EACH_CARD
@@ -89,6 +106,15 @@ def test_linears_fit_and_load_while_they_compute(N: int, K: int, capability: int
         assert "fma.rn" not in taken.ptx
     assert "cp.async" in first.ptx
     assert products(first.ptx) == {"m16n8k16"}
+
+
+@pytest.mark.parametrize(("file", "capability"), [(CONFIGS / "nvidia-h100-80gb-hbm3.json", 90)], ids=["H100"])
+def test_tiles_of_a_table_fit_their_card(file: Path, capability: int) -> None:
+    launches = tuned(file)
+    assert len(launches) == 8, "attention and its fold twice, and four linears"
+    for launch in launches:
+        taken = compiled(launch, capability)
+        assert taken.stack == 0 and taken.shared <= SHARED_BYTES[capability], launch.name
 
 
 @EACH_CARD
