@@ -59,6 +59,7 @@ KEPT = "64"
 """How many tokens of a draft's vocabulary are kept, where examples keep thousands: the draft of `home` has 196."""
 EXAMPLE = r"(aquiline |[a-z]+ .*\| aquiline )"
 WAITS = (
+    "aquiline.bench.suite.tile_tuning.device_named",
     "aquiline.engine.model.ResolvedPair.load",
     "aquiline.serve.server.serve",
     "aquiline.train.trainer.train", "aquiline.train.estimate.measure_rate", "aquiline.bench.data.datasets.fetch",

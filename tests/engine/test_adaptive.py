@@ -74,7 +74,8 @@ def test_what_was_chosen_is_in_the_figures_of_the_run() -> None:
         assert sum(choices.nodes.values()) == counters.num_draft_tokens
         assert sum(choices.accepted.values()) == counters.num_accepted_tokens + counters.tokens_cut
         assert choices.num_chosen == summary.num_decode_steps and choices.choosing_ms > 0
-        assert 0 < choices.num_timed <= choices.num_chosen and sum(choices.verified) > 0
+        assert 0 < choices.num_timed <= choices.num_chosen
+        assert sum(choices.verified) > 0 or not choices.nodes["draft"]
         found = summary.as_dict()["adaptive"]
         assert isinstance(found, dict) and found["steps"] == choices.steps
 
