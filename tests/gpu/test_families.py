@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {"gpt-oss": GPT_OSS, "gemma3": GEMMA | {"w
 
 def packed(count: int, rows: int, seed: int) -> Parts:
     """Experts in MXFP4, as checkpoints have them."""
-    return tuple(in_memory(blocks.numpy(), MXFP4) for blocks in random_blocks(count, rows, 32, seed))
+    return tuple(in_memory(blocks.cpu().numpy(), MXFP4) for blocks in random_blocks(count, rows, 32, seed))
 
 
 def with_packed_experts(target: ModelWeights) -> ModelWeights:
