@@ -26,6 +26,7 @@ REASONS = {
     "this system has no /proc": "Linux",
     "this system does not fork": "an operating system other than Windows",
     "set TRITON_INTERPRET=1": "TRITON_INTERPRET=1 pytest tests/gpu, as make test does",
+    "this machine has a CUDA device": "a machine without one",
     "needs a CUDA device": "an NVIDIA GPU and torch for CUDA",
     "needs a terminal": "an operating system other than Windows",
     "there are no results beside this source": "python benchmarks/readme.py, in a checkout",

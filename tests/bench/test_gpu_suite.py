@@ -22,7 +22,7 @@ def suite(out: Path, part: int, *options: str, interpret: str = "1") -> subproce
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_cuda_device_one_line_says_so(tmp_path: Path) -> None:
     done = suite(tmp_path / "cells", 1, interpret="0")
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "cells").exists()

@@ -59,6 +59,8 @@ def test_generate_writes_the_same_text(dtype: str, root: Path) -> None:
             "--max-tokens",
             16,
             "--ignore-eos",
+            "--drafter",
+            "chain",
             "--json",
         )
         found = result_of("generate", "--target", target, *options, "--dtype", dtype, "--temperature", 0.8, "--seed", 1)

@@ -91,6 +91,7 @@ def cluster() -> Iterator[Cluster]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
+    before = set(psutil.Process().children(recursive=True))  # of other tests
     told = {"RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
     with pytest.MonkeyPatch.context() as patched:
         for name, value in told.items():
@@ -102,7 +103,7 @@ def cluster() -> Iterator[Cluster]:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield Cluster(f"http://127.0.0.1:{port}")
         finally:
-            ours = psutil.Process().children(recursive=True)
+            ours = set(psutil.Process().children(recursive=True)) - before
             serve.shutdown()
             ray.shutdown()
             _, left = psutil.wait_procs(ours, timeout=30)

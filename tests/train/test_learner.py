@@ -25,6 +25,7 @@ from aquiline.errors import CheckpointError
 from aquiline.train.learner import generation, lesson
 from aquiline.train.learner.generation import Learner, paired_interval
 from aquiline.train.learner.lesson import read_lesson
+from aquiline.train.learner.replay import write_replay
 from aquiline.train.trainer import Trainer
 
 
@@ -151,6 +152,7 @@ def test_what_is_forgotten_meanwhile_teaches_nobody(
 def test_a_draft_that_no_longer_serves_is_not_trained_on(store: LearningStore, pair: PairConfig) -> None:
     own = learner(store, pair)
     read = read_lesson(store, (0, 0))
+    write_replay(store, ResolvedPair.of(pair))
     begun = own._begin(read)
     assert own._begun() == begun
     store.write_state(ServingState(7))

@@ -48,6 +48,7 @@ LACKING = {
     "grammar": "structured output: schemas, regular expressions, grammars",
     "train": "aquiline train; plots of eval, demo and report",
     "log": "training logs for TensorBoard and Weights & Biases",
+    "ray": "several engines as replicas on Ray Serve",
     "docs": "make docs, the site of this project",
     "peers": "aquiline compare with transformers, OpenVINO GenAI and llama.cpp",
 }
