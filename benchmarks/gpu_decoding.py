@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aquiline.backends.base import Admit, Chunk, Decode, Pages, Pending, Sizes, StepInput
 from aquiline.backends.gpu.gpu_backend import GpuBackend
-from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, Storage
+from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, DeviceStorage
 from aquiline.bench.theory.ceilings import Ceilings
 from aquiline.bench.theory.roofline import Roofline
 from aquiline.blocks import Array, Parts, Weight
@@ -24,7 +24,7 @@ from aquiline.models.counting import draft_shape_of, shape_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import AttentionWeights, DenseWeights, DraftWeights, LayerWeights, ModelWeights
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.launches import Call
+from aquiline.ops.triton.launches import TorchCall
 from aquiline.ops.triton.tile_table import TileTable
 from aquiline.spec.drafting import Drafting
 
@@ -33,11 +33,11 @@ PARTS = {"draft": ("EAGLE_DRAFT",), "verify": ("BASE_",), "rest": ("HOST", "EAGL
 """Parts of a step by how the names of their launches begin."""
 
 
-class RandomStorage(Storage):
+class RandomStorage(DeviceStorage):
     """Puts normal values of a weight's shape on the device, in the place of its own; norms stay as they are."""
 
     def put(self, weight: Parts | Array) -> Tensor:
-        """See Storage."""
+        """See DeviceStorage."""
         if not isinstance(weight, tuple):
             return super().put(weight)
         n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
@@ -153,7 +153,7 @@ def add(pending: Pending | None, texts: list[list[int]]) -> None:
 
 
 @torch.inference_mode()
-def ms_of(launches: Iterable[Launch | Call], device: torch.device, repeats: int = 5) -> float:
+def ms_of(launches: Iterable[Launch | TorchCall], device: torch.device, repeats: int = 5) -> float:
     """Milliseconds of launches, the median of a few runs after one: on a CUDA device as one graph."""
     each = list(launches)
 

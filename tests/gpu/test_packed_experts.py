@@ -17,7 +17,7 @@ from aquiline.backends.torch import reference
 from aquiline.backends.torch.decoder import DecoderLayer
 from aquiline.blocks import MXFP4, in_memory
 from aquiline.models.model_config import Experts
-from aquiline.ops.triton.experts import ExpertRoutes, PackedExperts, expert_down, expert_gate_up, route, sum_experts
+from aquiline.ops.triton.experts import ExpertBlocks, ExpertRoutes, expert_down, expert_gate_up, route, sum_experts
 
 E, H, INNER = 5, 64, 96
 
@@ -40,8 +40,8 @@ class Mixture:
 
     layer: DecoderLayer
     config: Experts
-    gate_up: PackedExperts
-    down: PackedExperts
+    gate_up: ExpertBlocks
+    down: ExpertBlocks
 
     @classmethod
     def new(cls, config: Experts, **model: Any) -> Mixture:
@@ -51,7 +51,7 @@ class Mixture:
         layer.to(DEVICE)
         layer.gate_up.data, layer.down.data = floats(up), floats(down)
         biases = (None if bias is None else bias.data for bias in (layer.gate_up_bias, layer.down_bias))
-        packed = (PackedExperts.of(blocks, bias) for blocks, bias in zip((up, down), biases, strict=True))
+        packed = (ExpertBlocks.of(blocks, bias) for blocks, bias in zip((up, down), biases, strict=True))
         return cls(layer, config, *packed)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_every_code_and_scale_is_unpacked_to_its_value(scales: tuple[int, int]) 
     routes, one_hot, found = ExpertRoutes.new(64, 1, 1, blocks.device), torch.eye(64, device=DEVICE), zeros(64, 32)
     for launch in route("ROUTE", zeros(64, 1), int32([0] * 64), routes, over_all=False):
         launch.run()
-    expert_down("DOWN", one_hot, PackedExperts.of(blocks), routes, found).run()
+    expert_down("DOWN", one_hot, ExpertBlocks.of(blocks), routes, found).run()
     assert torch.equal(found.T, floats(blocks))
 
 

@@ -23,7 +23,7 @@ from aquiline.engine.model import LoadedModels
 from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, best_of_logits
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.launches import Call
+from aquiline.ops.triton.launches import TorchCall
 from aquiline.ops.triton.linear import LinearTiles, linear
 from aquiline.ops.triton.tile_table import TileEntry, TileKey, TileTable, file_of
 from aquiline.ops.triton.tuning import CHOICES, TileUse, inventory, search
@@ -85,7 +85,7 @@ def launches() -> list[Launch]:
 
 
 def test_the_inventory_of_launches_names_every_product_once_with_its_count() -> None:
-    uses = inventory([Call("a copy", poison), *launches()])
+    uses = inventory([TorchCall("a copy", poison), *launches()])
     assert [(use.tag, use.M, use.count) for use in uses] == [
         ("o", 4, 2), ("down", 4, 1), ("LM_HEAD_DRAW", 4, 1), ("BASE_ATTENTION", 2, 1)
     ]  # fmt: skip

@@ -15,8 +15,8 @@ from tests.ops.compiling import SHARED_BYTES, compiled
 
 from aquiline.ops.triton.accept import KeptPaths, accept_paths, copy_rows, keep_paths, move_keys
 from aquiline.ops.triton.experts import (
+    ExpertBlocks,
     ExpertRoutes,
-    PackedExperts,
     expert_down,
     expert_gate_up,
     route,
@@ -113,7 +113,7 @@ def test_trees_fit_from_their_beams_to_the_kept_keys(k: int, depth: int, N: int,
 def test_experts_of_gpt_oss_fit(capability: int) -> None:
     E, H, P, num_rows = 128, 2880, 4, 60
     blocks = (torch.empty(E, n, H // 32 * 17, dtype=torch.uint8, device=META) for n in (2 * H, H))
-    up, down = (PackedExperts.of(own, halves(E, own.shape[1])) for own in blocks)
+    up, down = (ExpertBlocks.of(own, halves(E, own.shape[1])) for own in blocks)
     routes, x, slots = ExpertRoutes.new(num_rows, E, P, META), halves(num_rows, H), int32(num_rows)
     inner, outputs = halves(num_rows * P, H), floats(num_rows * P, H)
     products = [

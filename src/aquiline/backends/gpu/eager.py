@@ -6,6 +6,7 @@ every forward, so a text does not depend on which of its steps ran here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def run(launches: list[Launch]) -> None:
         launch.run()
 
 
-class EagerModel:
+class EagerModel(ABC):
     """What both models have: forwards by their shape, and logits."""
 
     ranks = ALONE
@@ -52,8 +53,9 @@ class EagerModel:
             rows.fill(forward.at, piece)
             yield forward, launches, piece
 
+    @abstractmethod
     def _new(self, rows: EagerRows, at: RowBuffers, context: int) -> Any:
-        raise NotImplementedError
+        """A forward over these buffers, with room for a context."""
 
     def logits(self, hidden: Tensor, is_whole: bool = True) -> Tensor:
         """Final norm and head of hidden float32 [n, H] -> float32 [n, V]."""

@@ -275,7 +275,7 @@ class DraftParts:
 
 
 @dataclass(frozen=True, eq=False)
-class Machine:
+class ProgramParts:
     """What all programs of a backend share: models, pages, the slots' state and scratch."""
 
     target: DeviceModel

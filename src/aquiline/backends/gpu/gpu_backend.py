@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aquiline.backends.base import Decode, Pending, Sizes, StepInput
 from aquiline.backends.gpu.eager import EagerDraft, EagerTarget, draw
-from aquiline.backends.gpu.forward import Bucket, DraftParts, Machine, Workspace
+from aquiline.backends.gpu.forward import Bucket, DraftParts, ProgramParts, Workspace
 from aquiline.backends.gpu.mailbox import ROOM, MailedState
 from aquiline.backends.gpu.pages import GpuPages, bucket, most_rows
 from aquiline.backends.gpu.program import Program, ProgramStep, fit, numbers_of
@@ -43,7 +43,7 @@ class GpuBackend(TorchBackend):
         parts = None
         if draft is not None and self._draft is not None:
             parts = DraftParts(draft, cast(GpuPages, self._draft.storage), self._draft.fused)
-        self._machine = Machine(target, cast(GpuPages, self.storage), state, workspace, parts)
+        self._machine = ProgramParts(target, cast(GpuPages, self.storage), state, workspace, parts)
         self.programs: dict[Bucket, Program] = {}
         self.perf: PerfWatch | None = None
         self.checks_masks = False  # whether programs that are built from now on check what their rows see

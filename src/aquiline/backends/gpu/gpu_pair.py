@@ -6,7 +6,7 @@ import torch
 
 from aquiline.backends.base import Backend, Sizes
 from aquiline.backends.gpu.gpu_backend import GpuBackend
-from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, Storage
+from aquiline.backends.gpu.weights import DeviceDraft, DeviceModel, DeviceStorage
 from aquiline.blocks import MXFP4, Parts
 from aquiline.errors import OutOfMemory
 from aquiline.models.model_weights import DraftWeights, LayerWeights, ModelWeights, MoeWeights
@@ -56,9 +56,9 @@ class GpuPair:
         self.device = torch.device(device)
         self._table = TileTable.of(self._name) if table is None else table
         try:
-            storage = Storage(DTYPES[dtype], self.device)
+            storage = DeviceStorage(DTYPES[dtype], self.device)
             self._target = DeviceModel.of(target, storage)
-            own = Storage(DTYPES[draft_dtype or dtype], self.device)
+            own = DeviceStorage(DTYPES[draft_dtype or dtype], self.device)
             self._draft = None if draft is None else DeviceDraft.of(draft, own, target, self._target.embed)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the weights do not fit into the memory of {device}: {error}") from None

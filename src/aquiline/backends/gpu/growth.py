@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.backends.gpu.forward import Bucket, DraftForward, DraftParts, Machine
+from aquiline.backends.gpu.forward import Bucket, DraftForward, DraftParts, ProgramParts
 from aquiline.backends.gpu.pages import RowBuffers
 from aquiline.ops.triton.accept import copy_rows
 from aquiline.ops.triton.head_draw import DrawRows, VocabularyHead, pick_children, pick_draws
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.launches import Call, Launches
+from aquiline.ops.triton.launches import Launches, TorchCall
 from aquiline.ops.triton.norm import norm
 from aquiline.ops.triton.tree_growth import (
     Beam,
@@ -43,7 +43,8 @@ class Growth:
     """Adds the launches that grow a bucket's trees into `nodes`. growing int32 [B]: the slots whose trees grow."""
 
     def __init__(
-        self, machine: Machine, parts: DraftParts, bucket: Bucket, nodes: TreeNodes, growing: Tensor, launches: Launches
+        self, machine: ProgramParts, parts: DraftParts, bucket: Bucket, nodes: TreeNodes, growing: Tensor,
+        launches: Launches,
     ) -> None:  # fmt: skip
         self.machine, self.parts, self.bucket, self.launches = machine, parts, bucket, launches
         self.nodes, self.growing, self.count, self.device = nodes, growing, bucket.num_decodes, growing.device
@@ -91,7 +92,7 @@ class Growth:
             best, found = self.machine.workspace.best(normed, self.head, rows, 1)
             self.launches.add(HEAD, found, pick_draws(best, rows.slots, own, otherwise=any_token))
             if level < length:
-                self.launches.add(LAYER, Call("tokens", partial(at.tokens.copy_, own)))
+                self.launches.add(LAYER, TorchCall("tokens", partial(at.tokens.copy_, own)))
                 self._level(forward, level, level, output, None)
                 output, normed, rows = forward.hidden, forward.normed, self.machine.drawing(at.rows, 2)
 

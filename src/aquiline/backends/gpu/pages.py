@@ -36,7 +36,7 @@ def bucket(count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class RotationTable:
     """cos and sin float32 [positions, Dh / 2]."""
 
     cos: Tensor
@@ -52,11 +52,11 @@ class GpuPages(TorchPages):
         self.full = self._rotation(config.rope)
         self.local = self.full if config.local_rope is None else self._rotation(config.local_rope)
 
-    def _rotation(self, rope: RopeConfig) -> Rotation:
+    def _rotation(self, rope: RopeConfig) -> RotationTable:
         own = rotary(rope, self.config.head_dim, self.config.max_positions)
         positions = torch.arange(self.state.sizes.max_context + MAX_NODES)
         cos, sin = ops.rope_cos_sin(positions, torch.from_numpy(own.inv_freq), own.scale)
-        return Rotation(cos.contiguous().to(self.state.device), sin.contiguous().to(self.state.device))
+        return RotationTable(cos.contiguous().to(self.state.device), sin.contiguous().to(self.state.device))
 
     def attention(self, blocks: Sequence[RowBlock]) -> EagerRows:  # type: ignore[override]  # the models call no attend
         """The flat rows of several blocks, one block after the other."""

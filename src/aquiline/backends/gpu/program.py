@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.base import Decode, Pending, StepOutput
-from aquiline.backends.gpu.forward import Bucket, Machine, TargetForward, fuse
+from aquiline.backends.gpu.forward import Bucket, ProgramParts, TargetForward, fuse
 from aquiline.backends.gpu.growth import Growth
 from aquiline.backends.gpu.mailbox import DEPTH
 from aquiline.backends.gpu.pages import RowBuffers
@@ -28,7 +28,7 @@ from aquiline.ops.perf_watch import PerfWatch
 from aquiline.ops.triton.accept import KeptPaths, accept_paths, copy_rows, keep_paths, move_keys
 from aquiline.ops.triton.check_rows import check_rows
 from aquiline.ops.triton.head_draw import VocabularyHead, pick_draws
-from aquiline.ops.triton.launches import Call, Launches
+from aquiline.ops.triton.launches import Launches, TorchCall
 from aquiline.ops.triton.tree_growth import TreeNodes
 from aquiline.ops.triton.tree_rows import tree_rows
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
@@ -40,7 +40,7 @@ class Program:
     accepted drafts, draft_end, broken rows; the kept nodes and tokens by level; the tree's tokens, parents and
     depths."""
 
-    def __init__(self, machine: Machine, bucket: Bucket) -> None:
+    def __init__(self, machine: ProgramParts, bucket: Bucket) -> None:
         self.machine, self.bucket, self.device = machine, bucket, machine.state.device
         self.launches, self.graph = Launches(), None
         self.active, growing, sizes = machine.decodes(bucket.num_decodes)
@@ -54,7 +54,7 @@ class Program:
         forward = self._verify()
         self._keep(forward)
         self.outcome = torch.cat(self._columns(), 1)
-        self.launches.add("EAGLE_TAIL_COMMIT", Call("outcome", self._tell))
+        self.launches.add("EAGLE_TAIL_COMMIT", TorchCall("outcome", self._tell))
         self._buffers = [HostBuffer.new(tuple(self.outcome.shape), self.device) for _ in range(DEPTH)]
         self._number = 0
 

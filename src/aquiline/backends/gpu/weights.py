@@ -11,7 +11,7 @@ from aquiline.blocks import Array, Parts, floats_of
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.model_weights import DraftWeights, ModelWeights, MoeWeights
 from aquiline.ops.torch_arrays import tensor_of
-from aquiline.ops.triton.experts import PackedExperts
+from aquiline.ops.triton.experts import ExpertBlocks
 
 OF_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
@@ -21,7 +21,7 @@ experts."""
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
+class DeviceStorage:
     """Where weights go, and in which dtype linears and embeddings are stored."""
 
     dtype: torch.dtype
@@ -33,14 +33,14 @@ class Storage:
             return tensor_of(floats_of(weight)).to(self.device, self.dtype).contiguous()
         return tensor_of(weight).to(self.device, torch.float32).contiguous()
 
-    def experts(self, weights: MoeWeights) -> tuple[PackedExperts, PackedExperts]:
+    def experts(self, weights: MoeWeights) -> tuple[ExpertBlocks, ExpertBlocks]:
         """Gate and up, and down, of all experts, which stay packed; read one by one."""
         found = []
         for parts, bias in ((weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)):
             blocks = torch.empty(len(parts), *parts[0].values.shape, dtype=torch.uint8, device=self.device)
             for own, part in zip(blocks, parts, strict=True):
                 own.copy_(tensor_of(part.values))
-            found.append(PackedExperts.of(blocks, None if bias is None else self.put(bias)))
+            found.append(ExpertBlocks.of(blocks, None if bias is None else self.put(bias)))
         return found[0], found[1]
 
 
@@ -56,10 +56,10 @@ class DeviceModel:
     final_norm: Tensor
     head: Tensor
     capture: tuple[int, ...]
-    experts: tuple[tuple[PackedExperts, PackedExperts], ...]
+    experts: tuple[tuple[ExpertBlocks, ExpertBlocks], ...]
 
     @classmethod
-    def of(cls, weights: ModelWeights, storage: Storage, embed: Tensor | None = None) -> DeviceModel:
+    def of(cls, weights: ModelWeights, storage: DeviceStorage, embed: Tensor | None = None) -> DeviceModel:
         """The weights, read one by one. embed: the embedding that a draft shares with its target."""
         table = storage.put(weights.embed) if embed is None else embed
         experts = tuple(storage.experts(own.mlp) for own in weights.layers if isinstance(own.mlp, MoeWeights))
@@ -87,7 +87,7 @@ class DeviceDraft:
     fc_norm: Tensor | None
 
     @classmethod
-    def of(cls, draft: DraftWeights, storage: Storage, target: ModelWeights, embed: Tensor) -> DeviceDraft:
+    def of(cls, draft: DraftWeights, storage: DeviceStorage, target: ModelWeights, embed: Tensor) -> DeviceDraft:
         """The weights, read one by one. embed: the target's embedding, which the draft may share."""
         shared = embed if draft.model.embed is target.embed else None
         ids = torch.arange(draft.config.draft_vocab_size) + tensor_of(draft.d2t)

@@ -35,7 +35,7 @@ COLUMNS = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class PackedExperts:
+class ExpertBlocks:
     """One linear of E experts. nibbles uint8 [E, N, K / 2]: byte i of 16 has inputs i (low) and i + 16 of its block of
     32, as GGUF packs them; scales uint8 [E, N, K / 32]: a block's values are 2^(scale - 128) times -12 to 12; bias
     float [E, N]. Of gate and up, the gate's rows come first."""
@@ -45,7 +45,7 @@ class PackedExperts:
     bias: Tensor | None = None
 
     @classmethod
-    def of(cls, blocks: Tensor, bias: Tensor | None = None) -> PackedExperts:
+    def of(cls, blocks: Tensor, bias: Tensor | None = None) -> ExpertBlocks:
         """From blocks uint8 [E, N, 17 K / 32], each a scale and 16 bytes (blocks.py, `mxfp4_blocks`)."""
         each = blocks.unflatten(-1, (-1, 1 + BLOCK_BYTES.value))
         return cls(each[..., 1:].flatten(-2).contiguous(), each[..., 0].contiguous(), bias)
@@ -174,7 +174,7 @@ def route(name: str, logits: Tensor, slots: Tensor, routes: ExpertRoutes, *, ove
 def expert_gate_up(
     name: str,
     x: Tensor,
-    experts: PackedExperts,
+    experts: ExpertBlocks,
     routes: ExpertRoutes,
     inner: Tensor,
     *,
@@ -194,7 +194,7 @@ def expert_gate_up(
 def expert_down(
     name: str,
     inner: Tensor,
-    experts: PackedExperts,
+    experts: ExpertBlocks,
     routes: ExpertRoutes,
     outputs: Tensor,
     *,
@@ -224,7 +224,7 @@ def sum_experts(name: str, outputs: Tensor, routes: ExpertRoutes, slots: Tensor,
 def _expert(
     name: str,
     x: Tensor,
-    experts: PackedExperts,
+    experts: ExpertBlocks,
     routes: ExpertRoutes,
     out: Tensor,
     how: dict[str, int],
@@ -241,7 +241,7 @@ def _expert(
     for label, tensor, last in (("nibbles", experts.nibbles, K // 2), ("scales", experts.scales, K // 32)):
         if tensor.shape != (E, width, last) or tensor.dtype != torch.uint8 or not tensor.is_contiguous():
             raise ValueError(
-                f"{name}'s {label} are {tensor.dtype} {tuple(tensor.shape)}; make them with PackedExperts.of"
+                f"{name}'s {label} are {tensor.dtype} {tuple(tensor.shape)}; make them with ExpertBlocks.of"
             )
     if experts.bias is not None:
         check_floats(f"{name}'s bias", experts.bias, E, width, like=x)

@@ -9,7 +9,7 @@ from aquiline.ops.triton.launch import Launch
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class TorchCall:
     """A call of torch that copies between buffers, beside the launches of kernels."""
 
     name: str
@@ -24,14 +24,14 @@ class Call:
 class Launches:
     """Launches in order. Each name begins with that of a range in a trace (bench/suite/stages.py), up to a dot."""
 
-    each: list[Launch | Call] = field(default_factory=list)
+    each: list[Launch | TorchCall] = field(default_factory=list)
 
-    def add(self, name: str, *launches: Launch | Call) -> None:
+    def add(self, name: str, *launches: Launch | TorchCall) -> None:
         """Add launches of a range; those that have its name already keep theirs."""
         for own in launches:
             self.each.append(own if own.name.startswith(name) else replace(own, name=f"{name}.{own.name}"))
 
-    def __iter__(self) -> Iterator[Launch | Call]:
+    def __iter__(self) -> Iterator[Launch | TorchCall]:
         return iter(self.each)
 
     def run(self) -> None:

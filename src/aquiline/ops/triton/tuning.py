@@ -19,7 +19,7 @@ from torch import Tensor
 from aquiline.ops.triton.attention import AttentionTiles, SpanBuffers, attention, spans_kernel
 from aquiline.ops.triton.head_draw import DrawRows, TileBest, VocabularyHead, best_by_tile, head_kernel
 from aquiline.ops.triton.launch import Launch
-from aquiline.ops.triton.launches import Call
+from aquiline.ops.triton.launches import TorchCall
 from aquiline.ops.triton.linear import LinearTiles, linear, linear_kernel, partials_shape
 from aquiline.ops.triton.rows import DeviceRows
 from aquiline.ops.triton.tile_table import TileEntry, TileKey, Tiles
@@ -78,7 +78,7 @@ class TileUse:
         return (_linear if self.key.kind == "linear" else _head)(self, tiles, device)
 
 
-def inventory(launches: Iterable[Launch | Call]) -> list[TileUse]:
+def inventory(launches: Iterable[Launch | TorchCall]) -> list[TileUse]:
     """Every use of tiles among the launches of programs, most frequent first; equal ones are counted."""
     found = Counter(use for launch in launches if isinstance(launch, Launch) and (use := _use(launch)) is not None)
     return [replace(use, count=count) for use, count in found.most_common()]

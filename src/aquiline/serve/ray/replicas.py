@@ -40,7 +40,7 @@ class ReplicaClient(EngineClient):
 
 
 @dataclass(eq=False)
-class _Call:
+class _ReplicaCall:
     """A request on its way. num_told: its tokens that the service has; begin: what was told with the first of them."""
 
     request: Request
@@ -56,7 +56,7 @@ class ReplicasLife(Lifetime):
     def __init__(self, handle: DeploymentHandle[Any], max_replicas: int, page_size: int) -> None:
         super().__init__()
         self.handle, self.max_replicas, self.page_size = handle, max_replicas, page_size
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ReplicaCall] = {}
         self._sum_prompt = self._sum_cached = self._sum_prefill = 0
 
     @property
@@ -74,7 +74,7 @@ class ReplicasLife(Lifetime):
         """Begin and end calls. Whatever else is for an engine, its replica does by itself."""
         for command in commands:
             if isinstance(command, Submit):
-                call = self._calls[int(command.request.id)] = _Call(command.request)
+                call = self._calls[int(command.request.id)] = _ReplicaCall(command.request)
                 call.task = asyncio.get_running_loop().create_task(self._serve(call))
             elif isinstance(command, Abort | Quit):
                 some = [command.request_id] if isinstance(command, Abort) else list(self._calls)
@@ -88,7 +88,7 @@ class ReplicasLife(Lifetime):
     def kill(self) -> None:
         """Ray ends the replicas."""
 
-    async def _serve(self, call: _Call) -> None:
+    async def _serve(self, call: _ReplicaCall) -> None:
         """Run a request to its end, or up to its deadline, wherever it waits then."""
         name = int(call.request.id)
         try:
@@ -104,7 +104,7 @@ class ReplicasLife(Lifetime):
             del self._calls[name]
             self._step([], [])
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: _ReplicaCall) -> None:
         routed = Routed.of(call.request, self.page_size)
         for _ in range(MAX_TRIES):
             response, num_known = self.handle.options(stream=True).run.remote(routed), call.num_told
@@ -119,7 +119,7 @@ class ReplicasLife(Lifetime):
                 response.cancel()
         raise EngineDown(f"{MAX_TRIES} replicas were lost with this request; send it again later")
 
-    def _tell(self, call: _Call, deltas: list[Delta]) -> None:
+    def _tell(self, call: _ReplicaCall, deltas: list[Delta]) -> None:
         """Hand on what a replica has told of a request, which it has taken."""
         for delta in deltas:
             call.num_told += len(delta.token_ids)
