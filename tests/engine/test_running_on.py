@@ -14,7 +14,7 @@ from tests.engine.test_stops import letters
 import aquiline.engine.engine as engine_module
 from aquiline.backends.base import Pending, StepInput
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.control.controller import REPLAN_STEPS
+from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.llm import LLM
 from aquiline.spec.adaptive import Adaptive
 

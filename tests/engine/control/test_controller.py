@@ -15,16 +15,14 @@ from aquiline.engine.control.acceptance import Pool
 from aquiline.engine.control.controller import (
     INITIAL_PROBES,
     PROBE_TIME_SHARE,
-    REPLAN_STEPS,
     SEARCH_PERIODS,
-    TRIAL_PERIOD,
-    TRIAL_STEPS,
     UNCOPIED_LIMITS,
     UNVERIFIED,
     Controller,
     source_of,
 )
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
+from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence

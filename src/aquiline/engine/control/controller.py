@@ -16,7 +16,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 from aquiline.backends.base import Decode, Decoded
 from aquiline.config import MAX_CHAIN
@@ -24,13 +24,13 @@ from aquiline.engine.control.acceptance import NUM_POOLS, POOL_MEMORY, PRIOR_EVE
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import (
     MIN_NODE_TOKENS,
-    MIN_SPEEDUP,
     DraftingPlan,
     Planner,
     StepLoad,
     Terms,
     best_copies,
 )
+from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
@@ -38,20 +38,6 @@ from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
-
-INITIAL_PLANS, PLAN_TIME_SHARE = 8.0, 0.01
-"""Number of plans that may be made before any time has passed, and the share of the time that plans may take. Where
-they would take more, an older plan is followed for longer, even one of another load."""
-
-REPLAN_STEPS, TIMING_STEPS = 32, 8
-"""A plan is followed for 32 steps, the first one of a load until its sequences took 32 steps together, and the next
-ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
-batch, a timing some tens."""
-
-TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
-"""Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
-the tokens: what rows cost beside each other is known for sure only where it was timed. Trials are rarer where the draft
-keys that they begin with would take more than this share of the time."""
 
 PROBE_TIME_SHARE = 0.004
 """Share of the time that probes may take."""
@@ -82,16 +68,6 @@ KEYS_PER_PASS = 32
 PLAIN = NoDraft()
 UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 """The Cut of a probe: one pass of the draft, and nothing is verified."""
-
-
-class _Planned(NamedTuple):
-    """The plan of a load. until: the number of the step from which it is old; steps: how many steps it is followed for;
-    is_trial: whether it tries to draft."""
-
-    plan: DraftingPlan
-    until: int
-    steps: int
-    is_trial: bool = False
 
 
 @dataclass(eq=False)
@@ -134,10 +110,7 @@ class Controller:
         self._overlap = Rates((INITIAL_OVERLAP,), PRIOR_EVENTS, POOL_MEMORY)  # of rightly copied first tokens
         self._steps_untimed = TIMING_STEPS
         self._planner = Planner(self.costs)
-        self._plans: dict[tuple[int, int, bool], _Planned] = {}
-        self._planned = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
-        self._last_trial = -TRIAL_PERIOD  # the number of its step
-        self._plans_left, self._plan_ms = INITIAL_PLANS, 0.0  # plans that may be made now; the time that one takes
+        self._plans = Plans()
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
@@ -174,7 +147,7 @@ class Controller:
     def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
         """The number of steps for which the choice may stand: until a plan is due, and until a sequence must search for
         a match. A copy or a probe holds for one step."""
-        most = self._planned.until - self._num_steps
+        most = self._plans.current.until - self._num_steps
         for sequence, decode in chosen.items():
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
@@ -193,15 +166,13 @@ class Controller:
     def _earn(self, num_steps: int) -> None:
         """Probes and plans may take a share of the time of these steps."""
         self._probe_ms += num_steps * PROBE_TIME_SHARE * self._expected_ms
-        if self._plan_ms:
-            earned = num_steps * PLAN_TIME_SHARE * self._expected_ms / self._plan_ms
-            self._plans_left = min(INITIAL_PLANS, self._plans_left + earned)
+        self._plans.earn(num_steps, self._expected_ms)
 
     def learn(self, step: Step) -> None:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
         self._steps_untimed += 1
-        has_adaptive, is_timed = False, self._planned.is_trial or self._steps_untimed >= TIMING_STEPS
+        has_adaptive, is_timed = False, self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
@@ -248,33 +219,15 @@ class Controller:
     @property
     def _plan(self) -> DraftingPlan:
         """The plan of this step's load."""
-        return self._planned.plan
+        return self._plans.current.plan
 
     def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
         """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
-        load = _size(len(mine)), _size(len(plan.decoding)), bool(plan.chunks)
-        now, last = self._num_steps, self._plans.get(load)
-        older = last or self._planned
-        if last is not None and now < last.until:
-            pass
-        elif self._plans_left < 1.0 and not older.is_trial:
-            last = older._replace(until=now + TIMING_STEPS)
-        elif last is None:
-            steps = max(math.ceil(REPLAN_STEPS / len(mine)), self._planned.steps)
-            last = _Planned(self._new_plan(plan, mine), now + steps, steps)
-        elif not plan.chunks and not last.plan.planned_rate and self._may_try(mine):
-            self._last_trial = now
-            last = _Planned(self._new_plan(plan, mine, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
-        else:
-            steps = min(REPLAN_STEPS, 2 * last.steps)
-            last = _Planned(self._new_plan(plan, mine), now + steps, steps)
-        self._planned = self._plans[load] = last
-
-    def _may_try(self, mine: tuple[Sequence, ...]) -> bool:
-        passed = self._num_steps - self._last_trial
-        return passed >= max(
-            TRIAL_PERIOD, self._catch_up_ms(*mine) / (TRIAL_TIME_SHARE * self._expected_ms or math.inf)
-        )
+        load = PlanKey(rounded(len(mine)), rounded(len(plan.decoding)), bool(plan.chunks))
+        self._plans.take(
+            load, self._num_steps, len(mine), lambda: self._catch_up_ms(*mine) / (self._expected_ms or math.inf),
+            partial(self._new_plan, plan, mine),
+        )  # fmt: skip
 
     def _catch_up_ms(self, *sequences: Sequence) -> float:
         """The time that the draft keys take which these sequences lack."""
@@ -282,8 +235,7 @@ class Controller:
         missing = sum(max(0, min(most, s.num_cached - s.draft_end)) for s in sequences if s.drafts)
         return missing / KEYS_PER_PASS * self.costs.draft_ms((1,))
 
-    def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float = MIN_SPEEDUP) -> DraftingPlan:
-        began = time.perf_counter()
+    def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float) -> DraftingPlan:
         drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
         drafters.sort(key=lambda pair: -pair[1].share(0))
         fixed_rows = sum(s.request.drafting.max_nodes for s in plan.decoding if not s.is_adaptive)
@@ -294,9 +246,7 @@ class Controller:
             keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
         most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
-        found = self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
-        self._plans_left, self._plan_ms = self._plans_left - 1.0, (time.perf_counter() - began) * 1e3
-        return found
+        return self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
         """The sequence follows a plan from now on."""
@@ -400,11 +350,6 @@ class Controller:
         if self._plan.planned_rate > 0.0:
             tokens = sum(len(decoded.kept) for decoded in output.decodes)
             self._planner.learn_rate(tokens, self._expected_ms, self._plan.planned_rate)
-
-
-def _size(count: int) -> int:
-    """Counts that share a plan: each up to four, and then those within about a fifth of each other."""
-    return count if count <= 4 else round(4 * math.log2(count))
 
 
 def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
