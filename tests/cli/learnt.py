@@ -33,7 +33,7 @@ def write_learnt(folder: Path, draft: Path) -> LearningStore:
         write_learning(store.checkpoint(each.generation), each)
     store.write_state(ServingState(3))
     ServedWriter(store, 1 << 20).add(Served([1, 2, 3], 1, []))
-    for name in ("replay", "work"):
+    for name in ("replay", "unfinished"):
         (folder / name).mkdir()
     (folder / "learner.json").write_text('{"last": [1, 0]}')
     return store

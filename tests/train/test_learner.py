@@ -90,7 +90,7 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
     shipped, learnt = (load_file(place / "model.safetensors") for place in (Path(str(pair.draft)), store.checkpoint(1)))
     moved = {name for name in learnt if not torch.equal(shipped[name].bfloat16(), learnt[name].bfloat16())}
     assert "fc.weight" not in moved and "d2t" not in moved and "lm_head.weight" in moved and len(moved) > 5
-    assert not (store.folder / "work").exists() and told(store) == {"last": [1, 119]}
+    assert not (store.folder / "unfinished").exists() and told(store) == {"last": [1, 119]}
 
     store.write_state(ServingState(1))
     second = learner(store, pair).learn(read_lesson(store, (0, 0)))
@@ -165,7 +165,10 @@ def test_a_draft_that_no_longer_serves_is_not_trained_on(store: LearningStore, p
 def test_a_full_disk_is_named_and_leaves_everything_else(store: LearningStore, pair: PairConfig) -> None:
     before = {file.name: file.read_bytes() for file in store.segments()}
     own = learner(store, pair)
-    with full_after(60_000), pytest.raises((OSError, CheckpointError), match=r"learnt/work/.*(cannot be written|full)"):
+    with (
+        full_after(60_000),
+        pytest.raises((OSError, CheckpointError), match=r"learnt/unfinished/.*(cannot be written|full)"),
+    ):
         own.learn(read_lesson(store, (0, 0)))
     assert {file.name: file.read_bytes() for file in store.segments()} == before and store.generations() == []
     found = own.learn(read_lesson(store, (0, 0)))
@@ -181,7 +184,7 @@ def test_a_process_that_is_killed_goes_on_where_it_was(store: LearningStore, pai
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         for must_die in [True, False] if is_killed else [False]:
             with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
-                run = each.folder / "work" / "run"
+                run = each.folder / "unfinished" / "run"
                 while must_die and not [step for step in run.glob("step-*") if step.name != "step-0000000"]:
                     assert process.poll() is None, process.stderr and process.stderr.read()
                     time.sleep(0.002)

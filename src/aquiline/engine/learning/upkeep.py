@@ -53,7 +53,7 @@ def forget_learnt(store: LearningStore, *, is_everything: bool) -> None:
         shutil.rmtree(store.generations_folder)  # first: a server must find no generation to go back to
         store.generations_folder.mkdir(mode=0o700)
         store.write_state(ServingState())
-    for name in ("work", "learner.json"):
+    for name in ("unfinished", "learner.json"):
         place = store.folder / name
         shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
     for segment in store.segments():

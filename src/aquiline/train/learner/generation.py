@@ -1,8 +1,8 @@
 """One generation: a short run of training from the weights that serve, a judgement, and the draft in its place.
 
-    DIR/work/attempt.json          which generation this is, from which parent; written last of what training reads
-    DIR/work/*.jsonl               the rows of the run
-    DIR/work/run/                  the run, with the checkpoints that a killed one goes on from (train/trainer.py)
+    DIR/unfinished/attempt.json    which generation this is, from which parent; written last of what training reads
+    DIR/unfinished/*.jsonl         the rows of the run
+    DIR/unfinished/run/            the run, with the checkpoints that a killed one goes on from (train/trainer.py)
     DIR/learner.json               the place in DIR/served up to which generations have read
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
@@ -87,7 +87,7 @@ class Learner:
     def __init__(self, store: LearningStore, pair: ResolvedPair) -> None:
         assert pair.draft is not None, "a pair that learns has a draft"
         self.store, self.pair, self.shipped = store, pair, pair.draft
-        self.work = store.folder / "work"
+        self.work = store.folder / "unfinished"
         self.run = self.work / "run"
 
     def learn(self, lesson: Lesson) -> Generation | None:
