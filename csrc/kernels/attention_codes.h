@@ -75,8 +75,7 @@ AQ_INLINE void coded_scores(const CodedQueries& q, int query, int dim, const Key
   for (int m = 0; m < QUERIES; m++) {
     const Vec own = set1(q.scales[query + m]);
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++)
-      store_score(sum[m][g], own, scale[g], scores + m * AQ_BLOCK + (first + g) * 16);
+    for (int g = 0; g < GROUPS; g++) store_score(sum[m][g], own, scale[g], scores + m * AQ_BLOCK + (first + g) * 16);
   }
 }
 

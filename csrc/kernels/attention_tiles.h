@@ -14,7 +14,9 @@ class WideQueries {
         query_(query),
         count_(count),
         dim_(dim),
-        piece_(dim % 64 == 0 ? 64 : dim % 32 == 0 ? 32 : 16),
+        piece_(dim % 64 == 0   ? 64
+               : dim % 32 == 0 ? 32
+                               : 16),
         first_group_(keys.from / 16),
         last_group_((keys.to + 15) / 16),
         keys_(keys),
@@ -56,7 +58,8 @@ class WideQueries {
       const Vec scale = load(keys_.k_scales[g]);
       for (int m = 0; m < count_; m++) {
         const IVec start = times<128>(iset1((uint32_t)q_.minus[query_ + m]));
-        store_score(iadd(start, iload(sums_[g][m])), set1(q_.scales[query_ + m]), scale, scores_ + m * AQ_BLOCK + g * 16);
+        store_score(iadd(start, iload(sums_[g][m])), set1(q_.scales[query_ + m]), scale,
+                    scores_ + m * AQ_BLOCK + g * 16);
       }
     }
   }

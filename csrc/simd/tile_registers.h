@@ -64,7 +64,7 @@ class TileRegisters {
   template <int T> void store(void* p, size_t stride) {
     for (int r = 0; r < shapes_.rows[used(T)]; r++) memcpy((char*)p + r * stride, registers_[T][r], shapes_.bytes[T]);
   }
-  template <int C, int A, int B, Signs S> void add_products() {
+  template <int C, int A, int B, Signs S> __attribute__((noinline)) void add_products() {
     const int rows = shapes_.rows[used(C)], words = shapes_.rows[used(B)], lanes = shapes_.bytes[C] / 4;
     if (shapes_.rows[used(A)] != rows || shapes_.bytes[A] != words * 4 || shapes_.bytes[B] != lanes * 4)
       __builtin_trap();
