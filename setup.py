@@ -1,9 +1,10 @@
 """Builds the native CPU library, aquiline/_native.so: a plain shared library that backends/cpu/native.py loads with
 ctypes.
 
-csrc/kernels/kernels.cpp and integer.cpp are compiled once per instruction set, each with its own flags; csrc/api,
-csrc/stages and csrc/lookup as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS and LDFLAGS
-are heeded. Without a working compiler the package still installs, says so, and runs on its slower torch path.
+csrc/kernels/kernels.cpp, integer.cpp and tiles.cpp are compiled once per instruction set, each with its own flags;
+csrc/api, csrc/stages and csrc/lookup as baseline code, for the machine that the compiler compiles for. CXX, CXXFLAGS
+and LDFLAGS are heeded. Without a working compiler the package still installs, says so, and runs on its slower torch
+path.
 
 A wheel holds the chat model's draft in int4.
 """
@@ -47,6 +48,9 @@ INTEGER = {
     },
 }
 """By family: instruction sets with integer dot products, their flags, and the header of csrc/simd."""
+
+TILES = {"x86": {"amx": ([*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"], "avx512.h")}}
+"""By family: instruction sets with tile registers, as INTEGER. Every machine has their twin "amx_twin" besides."""
 
 DOT = {"x86": [*AVX512, "-mavx512bf16"]}
 """By family: the flags of the bfloat16 dot product."""
@@ -95,6 +99,7 @@ class BuildNative(build_ext):
         family = family_of(compiler)
         kernels = KERNELS.get(family, {}) | {"portable": []}
         integer = INTEGER.get(family, {}) | {"portable": ([], "portable.h")}
+        tiles = TILES.get(family, {}) | {"amx_twin": ([], "portable.h")}
         dot = DOT.get(family, [])
         host = [
             file for folder in ("api", "stages", "lookup") for file in sorted((ROOT / "csrc" / folder).glob("*.cpp"))
@@ -104,6 +109,9 @@ class BuildNative(build_ext):
             units.append((isa, "kernels/kernels.cpp", [*KERNEL, *flags, *simd(isa, f"{isa}.h")]))
         for isa, (flags, header) in integer.items():
             units.append((f"integer_{isa}", "kernels/integer.cpp", [*KERNEL, *flags, *simd(isa, header)]))
+        for isa, (flags, header) in tiles.items():
+            known = (flags, header) if accepts(compiler, flags) else tiles["amx_twin"]
+            units.append((f"tiles_{isa}", "kernels/tiles.cpp", [*KERNEL, *known[0], *simd(isa, known[1])]))
         flags = dot if accepts(compiler, dot) else []
         units.append(("dot", "kernels/dot.cpp", [*KERNEL, *flags, *simd("dot", "avx512_bf16.h")]))
         extra, linking = (os.environ.get(name, "").split() for name in ("CXXFLAGS", "LDFLAGS"))

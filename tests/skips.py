@@ -11,7 +11,7 @@ REASONS = {
     "native library: ": "a C++17 compiler where the package is installed",
     "no native library: ": "a C++17 compiler where the package is installed",
     "no build for Arm: ": "apt-get install g++-aarch64-linux-gnu qemu-user",
-    "this CPU has ": "a CPU with that instruction set: x86-64 with AVX-512, 64-bit Arm (make arm emulates one)",
+    "this CPU has ": "a CPU with that instruction set: x86-64 with AVX-512 or AMX, 64-bit Arm (make arm emulates one)",
     "this CPU has no AVX512_BF16": "a CPU with AVX512_BF16: AMD Zen 4, Intel Cooper Lake, or later",
     "this CPU has bfloat16 instructions": "a CPU without AVX512_BF16",
     "not installed: ": "pip install 'aquiline[train,peers,serve,ray,grammar,docs,dev]'; test_structured_clients.py",

@@ -7,17 +7,11 @@
 #include <mutex>
 #include <string>
 #include <vector>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
 
 #include "aquiline.h"
 #include "check.h"
 #include "formats/formats.h"
+#include "isas.h"
 #include "kernels/kernels.h"
 #include "pool.h"
 
@@ -28,62 +22,6 @@ const IntegerTiles* integer_tiles = nullptr;
 namespace {
 
 using namespace aq;
-
-struct Isa {
-  const char* name;
-  const Kernels* kernels;
-  const IntegerTiles* integer_tiles;
-  bool available;
-};
-
-#if defined(__aarch64__)
-// Whether the CPU has the dot products of bytes, FEAT_DotProd.
-bool has_byte_dot() {
-#if defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
-#elif defined(__linux__)
-  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-std::vector<Isa> detect() {
-  std::vector<Isa> isas;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
-  const bool fma = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool vnni = wide && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 11)) != 0;
-  const bool short_vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
-  isas.push_back({"avx512_vnni", &avx512::kKernels, &avx512_vnni::kIntegerTiles, fma && vnni});
-  isas.push_back({"avx512", &avx512::kKernels, &avx2::kIntegerTiles, fma && wide});
-  isas.push_back({"avx_vnni", &avx2::kKernels, &avx_vnni::kIntegerTiles, fma && short_vnni});
-  isas.push_back({"avx2", &avx2::kKernels, &avx2::kIntegerTiles, fma});
-#elif defined(__aarch64__)
-  isas.push_back({"neon_dot", &neon::kKernels, &neon_dot::kIntegerTiles, has_byte_dot()});
-  isas.push_back({"neon", &neon::kKernels, &neon::kIntegerTiles, true});
-#endif
-  isas.push_back({"portable", &portable::kKernels, &portable::kIntegerTiles, true});
-  return isas;
-}
-
-const std::vector<Isa>& isas() {
-  static const std::vector<Isa> all = detect();
-  return all;
-}
-
-const Isa* best_isa() {
-  for (const Isa& isa : isas())
-    if (isa.available) return &isa;
-  return nullptr;  // not reached: the portable kernels are always available
-}
 
 // Scratch that grows to the largest call seen and is then reused.
 class Buffer {
@@ -350,8 +288,12 @@ const char* aq_available_isas(void) {
 int aq_select_isa(const char* name) {
   Lock lock(engine().mutex);
   if (name == nullptr) return use(best_isa()), 0;
-  for (const Isa& isa : isas())
-    if (isa.available && strcmp(isa.name, name) == 0) return use(&isa), 0;
+  for (const Isa& isa : isas()) {
+    if (!isa.available || strcmp(isa.name, name) != 0) continue;
+    AQ_REQUIRE(!isa.integer_tiles->has_registers || request_tile_registers(),
+               "isa=%s: the operating system does not grant tile registers; choose another one", name);
+    return use(&isa), 0;
+  }
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 

@@ -25,6 +25,23 @@ constexpr int kCodedQueries = kIntegerRows;  // of a tile
 
 AQ_INLINE IVec fours(const Code* p) { return iload((const uint32_t*)p); }
 
+// The scores of 16 keys, from the sums of products and the scales of the query and of the keys.
+AQ_INLINE void store_score(IVec sum, Vec query, Vec keys, float* to) {
+  store(to, mul(to_float(sum), mul(query, keys)));
+}
+
+// a = a * old_weight + (sum * factor) * new_weight, for 16 channels of one query.
+AQ_INLINE void add_own(IVec sum, float factor, float old_weight, float new_weight, float* a) {
+  const Vec own = mul(to_float(sum), set1(factor));
+  store(a, fma(load(a), set1(old_weight), mul(own, set1(new_weight))));
+}
+
+// What the sums over a block's values are multiplied with, and old and new sums when they meet: a lane per query, 16
+// lanes that may be written.
+struct Merging {
+  float *factor, *old_weight, *new_weight;
+};
+
 // Scores of QUERIES queries from `query` on over GROUPS groups from `first` on.
 template <int QUERIES, int GROUPS>
 AQ_INLINE void coded_scores(const CodedQueries& q, int query, int dim, const Keys<Code>& keys, int first,
@@ -58,8 +75,7 @@ AQ_INLINE void coded_scores(const CodedQueries& q, int query, int dim, const Key
   for (int m = 0; m < QUERIES; m++) {
     const Vec own = set1(q.scales[query + m]);
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++)
-      store(scores + m * AQ_BLOCK + (first + g) * 16, mul(to_float(sum[m][g]), mul(own, scale[g])));
+    for (int g = 0; g < GROUPS; g++) store_score(sum[m][g], own, scale[g], scores + m * AQ_BLOCK + (first + g) * 16);
   }
 }
 
@@ -105,7 +121,7 @@ AQ_INLINE bool coded_products(float* p, const Keys<Code>& keys, int from, int to
 // accumulator = accumulator * old_weight + (sum of w * code * factor) * new_weight for DIMS * 16 channels.
 template <int QUERIES, int DIMS>
 AQ_INLINE void coded_values(const uint32_t* weights, const Keys<Code>& keys, int first_dim, int dim,
-                            const float* factor, const float* old_weight, const float* new_weight, float* accumulator) {
+                            const Merging& merging, float* accumulator) {
   IVec sum[QUERIES][DIMS];
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++)
@@ -127,30 +143,18 @@ AQ_INLINE void coded_values(const uint32_t* weights, const Keys<Code>& keys, int
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++)
 #pragma GCC unroll 8
-    for (int d = 0; d < DIMS; d++) {
-      float* a = accumulator + m * dim + first_dim + d * 16;
-      const Vec own = mul(to_float(sum[m][d]), set1(factor[m]));
-      store(a, fma(load(a), set1(old_weight[m]), mul(own, set1(new_weight[m]))));
-    }
+    for (int d = 0; d < DIMS; d++)
+      add_own(sum[m][d], merging.factor[m], merging.old_weight[m], merging.new_weight[m],
+              accumulator + m * dim + first_dim + d * 16);
 }
 
-// Folds one block into the state of QUERIES queries from `query` on.
+// From the scores of QUERIES queries to their weights in seven bits. Each step runs over all queries, since its own
+// latency is long.
 template <int QUERIES>
-static __attribute__((noinline)) void coded_tile(const CodedQueries& q, int query, int dim, const Keys<Code>& keys,
-                                                 const State& s) {
-  constexpr int kWide = integer_blocks_for(QUERIES);
-  alignas(64) float scores[QUERIES * AQ_BLOCK];
-  alignas(64) uint32_t weights[QUERIES * AQ_BLOCK / 4];
-  const int last_group = (keys.to + 15) / 16;
-  for (int g = keys.from / 16; g < last_group;) {
-    const int left = last_group - g;
-    if (kWide >= 4 && left >= 4) coded_scores<QUERIES, kWide >= 4 ? 4 : 1>(q, query, dim, keys, g, scores), g += 4;
-    else if (kWide >= 2 && left >= 2) coded_scores<QUERIES, kWide >= 2 ? 2 : 1>(q, query, dim, keys, g, scores), g += 2;
-    else coded_scores<QUERIES, 1>(q, query, dim, keys, g, scores), g += 1;
-  }
-  // One lane per query; lanes from QUERIES on hold values that nobody reads. Each step runs over all queries, since its
-  // own latency is long.
-  float maximum[16] = {}, most[16] = {}, sum[QUERIES], scale[16], factor[16], top[16], old_weight[16], new_weight[16];
+AQ_INLINE void coded_weights(const CodedQueries& q, int query, const Keys<Code>& keys, float* scores, uint32_t* weights,
+                             const Merging& merging, const State& s) {
+  // One lane per query; lanes from QUERIES on hold values that nobody reads.
+  float maximum[16] = {}, most[16] = {}, sum[QUERIES], scale[16], top[16];
   bool is_nan[QUERIES], is_whole[QUERIES];
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++) {
@@ -169,30 +173,57 @@ static __attribute__((noinline)) void coded_tile(const CodedQueries& q, int quer
   const Vec limit = load(most);
   const auto is_nothing = less(limit, set1(0x1p-100f));
   store(scale, select(is_nothing, zero(), div(set1(127.0f), limit)));
-  store(factor, select(is_nothing, zero(), div(limit, set1(127.0f))));
+  store(merging.factor, select(is_nothing, zero(), div(limit, set1(127.0f))));
   const Vec old_top = load(s.maximum), new_top = max(old_top, load(maximum));
   store(top, new_top);
-  store(old_weight, exp(sub(old_top, new_top)));
-  store(new_weight, exp(sub(load(maximum), new_top)));
+  store(merging.old_weight, exp(sub(old_top, new_top)));
+  store(merging.new_weight, exp(sub(load(maximum), new_top)));
 #pragma GCC unroll 8
   for (int m = 0; m < QUERIES; m++) {
     uint8_t* own = (uint8_t*)weights + m * AQ_BLOCK;
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; g++)
       bstore(own + g * 16, nearest(mul(load(scores + m * AQ_BLOCK + g * 16), set1(scale[m]))));
-    if (is_nan[m]) memset(own, 0, AQ_BLOCK), factor[m] = __builtin_nanf("");
-    s.sum[m] = s.sum[m] * old_weight[m] + sum[m] * new_weight[m];
+    if (is_nan[m]) memset(own, 0, AQ_BLOCK), merging.factor[m] = __builtin_nanf("");
+    s.sum[m] = s.sum[m] * merging.old_weight[m] + sum[m] * merging.new_weight[m];
     s.maximum[m] = top[m];
   }
+}
+
+template <int QUERIES = kCodedQueries>
+static void any_coded_weights(int queries, const CodedQueries& q, int query, const Keys<Code>& keys, float* scores,
+                              uint32_t* weights, const Merging& merging, const State& s) {
+  if (queries == QUERIES) {
+    coded_weights<QUERIES>(q, query, keys, scores, weights, merging, s);
+  } else if constexpr (QUERIES > 1) {
+    any_coded_weights<QUERIES - 1>(queries, q, query, keys, scores, weights, merging, s);
+  }
+}
+
+// Folds one block into the state of QUERIES queries from `query` on.
+template <int QUERIES>
+static __attribute__((noinline)) void coded_tile(const CodedQueries& q, int query, int dim, const Keys<Code>& keys,
+                                                 const State& s) {
+  constexpr int kWide = integer_blocks_for(QUERIES);
+  alignas(64) float scores[QUERIES * AQ_BLOCK];
+  alignas(64) uint32_t weights[QUERIES * AQ_BLOCK / 4];
+  float factor[16], old_weight[16], new_weight[16];
+  const Merging merging{factor, old_weight, new_weight};
+  const int last_group = (keys.to + 15) / 16;
+  for (int g = keys.from / 16; g < last_group;) {
+    const int left = last_group - g;
+    if (kWide >= 4 && left >= 4) coded_scores<QUERIES, kWide >= 4 ? 4 : 1>(q, query, dim, keys, g, scores), g += 4;
+    else if (kWide >= 2 && left >= 2) coded_scores<QUERIES, kWide >= 2 ? 2 : 1>(q, query, dim, keys, g, scores), g += 2;
+    else coded_scores<QUERIES, 1>(q, query, dim, keys, g, scores), g += 1;
+  }
+  coded_weights<QUERIES>(q, query, keys, scores, weights, merging, s);
   for (int d = 0; d < dim;) {
     const int left = (dim - d) / 16;
     if (kWide >= 4 && left >= 4)
-      coded_values<QUERIES, kWide >= 4 ? 4 : 1>(weights, keys, d, dim, factor, old_weight, new_weight, s.accumulator),
-          d += 64;
+      coded_values<QUERIES, kWide >= 4 ? 4 : 1>(weights, keys, d, dim, merging, s.accumulator), d += 64;
     else if (kWide >= 2 && left >= 2)
-      coded_values<QUERIES, kWide >= 2 ? 2 : 1>(weights, keys, d, dim, factor, old_weight, new_weight, s.accumulator),
-          d += 32;
-    else coded_values<QUERIES, 1>(weights, keys, d, dim, factor, old_weight, new_weight, s.accumulator), d += 16;
+      coded_values<QUERIES, kWide >= 2 ? 2 : 1>(weights, keys, d, dim, merging, s.accumulator), d += 32;
+    else coded_values<QUERIES, 1>(weights, keys, d, dim, merging, s.accumulator), d += 16;
   }
 }
 

@@ -94,8 +94,9 @@ AQ_INLINE AqLinear expert_of(const AqLinear& first, int64_t num_bytes, int e) {
 template <class Epilogue>
 static void expert_rows(const Worker& worker, const AqExperts& experts, const Routing& routing, const AqLinear& first,
                         int64_t num_bytes, const float* x, bool is_gathered, float* buffer, const Epilogue& epilogue) {
-  const int blocks = first.n / 16, panels = (blocks + kPanel - 1) / kPanel, tile_rows = tiling_of(first).rows;
-  const auto tiles_of = [&](int e) { return (routing.begins[e + 1] - routing.begins[e] + tile_rows - 1) / tile_rows; };
+  const int blocks = first.n / 16, panels = (blocks + kPanel - 1) / kPanel;
+  const Tiling tiling = tiling_of(first);
+  const auto tiles_of = [&](int e) { return tiling.num_tiles(routing.begins[e + 1] - routing.begins[e]); };
   int total = 0, before = 0;
   for (int e = 0; e < experts.count; e++) total += tiles_of(e) * panels;
   const Share mine = share(worker, total);

@@ -5,20 +5,11 @@
 
 namespace AQ_NAMESPACE {
 
-// The tile of a format that takes Codes.
-template <int code = 0> static aq::TileFunction integer_tile_of(int dtype) {
-  if constexpr (code == kMaxFormats) {
-    return nullptr;
-  } else {
-    using F = typename FormatOf<code>::Type;
-    if constexpr (!kIsSame<F, void>)
-      if constexpr (kIsSame<typename F::Input, Codes>)
-        if (dtype == code) return any_integer_tile<F>;
-    return integer_tile_of<code + 1>(dtype);
-  }
+static aq::TileFunction tile_of(int dtype) {
+  return integer_tile_of(dtype, [](auto format) { return any_integer_tile<decltype(format)>; });
 }
 
 extern const aq::IntegerTiles kIntegerTiles;
-const aq::IntegerTiles kIntegerTiles = {integer_tile_of<>, kIntegerRows, coded_update};
+const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kIntegerRows, coded_update, false};
 
 }  // namespace AQ_NAMESPACE

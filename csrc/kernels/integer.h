@@ -15,33 +15,59 @@ template <int factor> AQ_INLINE IVec times(IVec x) {
   else return iadd(times<(factor & -factor)>(x), times<(factor & (factor - 1))>(x));
 }
 
+// Minus the sum of a row's codes in a group, which may be a half of 32 inputs.
+template <class F> AQ_INLINE int32_t minus_of(const Codes& row, int half) {
+  return F::kGroupInputs == 32 ? row.minus : half == 0 ? row.minus_first : row.minus - row.minus_first;
+}
+
+// Prefetches, at group g of step i, its share of a step further on (`tile` says which), of all blocks.
+template <class F, int BLOCKS>
+AQ_INLINE void prefetch_group(const typename F::Step* w, int i, int g, int steps, size_t next) {
+  using Step = typename F::Step;
+  constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)sizeof(Step) + 1;
+  constexpr int kLines = ((int)sizeof(Step) + 63) / 64, kLinesOfGroup = (kLines + F::kGroups - 1) / F::kGroups;
+  const Step* ahead = w + (next != 0 ? next + i : ahead_of<BLOCKS>(i + kAhead, steps));
+#pragma GCC unroll 8
+  for (int b = 0; b < BLOCKS; b++)
+#pragma GCC unroll 16
+    for (int line = 0; line < kLinesOfGroup; line++)
+      prefetch((const char*)(ahead + (size_t)b * steps) + (g * kLinesOfGroup + line) * 64);
+}
+
+// What a block multiplies the integer sums of group g with.
+template <class F> struct Factors {
+  Vec scale, minimum;
+  AQ_MEMBER Factors() = default;
+  AQ_MEMBER Factors(const typename F::Step& step, int g) {
+    if constexpr (F::kHasScale) scale = F::scale(step, g);
+    if constexpr (F::kHasMinimum) minimum = F::minimum(step, g);
+  }
+  // Adds a row's integer sums to its float sums.
+  AQ_MEMBER void fold(IVec sum, const Codes& row, float* at) const {
+    Vec factor = set1(row.scale);
+    if constexpr (F::kHasScale) factor = mul(factor, scale);
+    Vec total = fma(to_float(sum), factor, load(at));
+    if constexpr (F::kHasMinimum) total = fma(minimum, set1(row.total), total);
+    store(at, total);
+  }
+};
+
 // The integer sums stay in registers over a group, the float sums in memory. See `tile` for the arguments.
 template <class F, int ROWS, int BLOCKS>
 static __attribute__((noinline)) void integer_tile(const typename F::Step* w, int steps, const Codes* x, size_t stride,
                                                    size_t next, float* sums) {
-  using Step = typename F::Step;
-  constexpr int kAhead = kPrefetchBytes / BLOCKS / (int)sizeof(Step) + 1, kFours = F::kGroupInputs / 4;
-  constexpr int kLines = ((int)sizeof(Step) + 63) / 64, kLinesOfGroup = (kLines + F::kGroups - 1) / F::kGroups;
+  constexpr int kFours = F::kGroupInputs / 4;
   constexpr int kBias = F::kOffset - (F::kIsWide ? 128 - kByteBias : 0);
   for (int r = 0; r < ROWS; r++) memset(sums + r * kPanelWidth, 0, BLOCKS * 16 * sizeof(float));
   for (int i = 0; i < steps; i++) {
-    const Step* ahead = w + (next != 0 ? next + i : ahead_of<BLOCKS>(i + kAhead, steps));
     for (int g = 0; g < F::kGroups; g++) {
       const int input = i * F::kChannels + g * F::kGroupInputs, half = input % 32 / 16;
       const Codes* in = x + input / 32;
-#pragma GCC unroll 8
-      for (int b = 0; b < BLOCKS; b++)
-#pragma GCC unroll 16
-        for (int line = 0; line < kLinesOfGroup; line++)
-          prefetch((const char*)(ahead + (size_t)b * steps) + (g * kLinesOfGroup + line) * 64);
+      prefetch_group<F, BLOCKS>(w, i, g, steps, next);
       IVec sum[ROWS][BLOCKS];
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        const Codes& row = in[r * stride];
-        const int32_t minus = F::kGroupInputs == 32 ? row.minus
-                              : half == 0           ? row.minus_first
-                                                    : row.minus - row.minus_first;
-        const IVec start = times<kBias>(iset1((uint32_t)minus));
+        const IVec start = times<kBias>(iset1((uint32_t)minus_of<F>(in[r * stride], half)));
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++) sum[r][b] = start;
       }
@@ -60,25 +86,13 @@ static __attribute__((noinline)) void integer_tile(const typename F::Step* w, in
         }
       }
       // Row by row: with the blocks outside, a scale of every row would stay in a register beside all sums.
-      Vec scale[BLOCKS], minimum[BLOCKS];
+      Factors<F> factors[BLOCKS];
 #pragma GCC unroll 8
-      for (int b = 0; b < BLOCKS; b++) {
-        const Step& step = w[(size_t)b * steps + i];
-        if constexpr (F::kHasScale) scale[b] = F::scale(step, g);
-        if constexpr (F::kHasMinimum) minimum[b] = F::minimum(step, g);
-      }
+      for (int b = 0; b < BLOCKS; b++) factors[b] = Factors<F>(w[(size_t)b * steps + i], g);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        const Codes& row = in[r * stride];
 #pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) {
-          float* at = sums + r * kPanelWidth + b * 16;
-          Vec factor = set1(row.scale);
-          if constexpr (F::kHasScale) factor = mul(factor, scale[b]);
-          Vec total = fma(to_float(sum[r][b]), factor, load(at));
-          if constexpr (F::kHasMinimum) total = fma(minimum[b], set1(row.total), total);
-          store(at, total);
-        }
+        for (int b = 0; b < BLOCKS; b++) factors[b].fold(sum[r][b], in[r * stride], sums + r * kPanelWidth + b * 16);
       }
     }
   }
@@ -109,6 +123,15 @@ static void any_integer_tile(int rows, const void* w, int num_blocks, int steps,
   } else if constexpr (ROWS > 1) {
     any_integer_tile<F, ROWS - 1>(rows, w, num_blocks, steps, x, stride, next, sums);
   }
+}
+
+// The tile of a format that takes Codes: what choose(format) says.
+template <class Choose> AQ_INLINE aq::TileFunction integer_tile_of(int dtype, const Choose& choose) {
+  aq::TileFunction tile = nullptr;
+  with_format(dtype, [&](auto format) {
+    if constexpr (kIsSame<typename decltype(format)::Input, Codes>) tile = choose(format);
+  });
+  return tile;
 }
 
 }  // namespace AQ_NAMESPACE

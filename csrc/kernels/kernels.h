@@ -76,13 +76,15 @@ struct CodedQueries {
 using CodedBlock = void (*)(const CodedQueries& q, int queries, int dim, const Keys<Code>& keys, float* maximum,
                             float* sum, float* accumulator);
 
-// What integer dot products compute, from integer.cpp: the tile of a format in the third arithmetic, its rows at most,
-// and a block of attention.
+// What integer dot products compute, from integer.cpp or tiles.cpp: the tile of a format in the third arithmetic, its
+// rows at most, of fewer than kWideFrom rows and of more, and a block of attention.
 struct IntegerTiles {
   TileFunction (*of)(int dtype);
-  int rows;
+  int rows, wide_rows;
   CodedBlock attention;
+  bool has_registers;  // of AMX, which the kernel has to grant
 };
+constexpr int kWideFrom = 12;  // below, a prototype's tile registers were slower than dot products
 extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
 
 // block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.
@@ -218,6 +220,12 @@ namespace avx512 {
 extern const aq::Kernels kKernels;
 }
 namespace avx512_vnni {
+extern const aq::IntegerTiles kIntegerTiles;
+}
+namespace amx {
+extern const aq::IntegerTiles kIntegerTiles;
+}
+namespace amx_twin {
 extern const aq::IntegerTiles kIntegerTiles;
 }
 namespace avx2 {

@@ -22,10 +22,14 @@ AQ_INLINE Share share(const Worker& worker, int count) {
 // How the linears of one format are computed: which tile, what it takes, and how its weights lie in memory.
 struct Tiling {
   aq::TileFunction tile;
-  int rows;                    // of a tile at most
+  int rows, wide_rows;         // of a tile at most, of fewer than kWideFrom rows and of more
   int step_bytes, channels;
   int input_bytes, per_input;  // size of an input as the tile takes it, and how many channels it holds
   const float* output_scale;
+  AQ_MEMBER int num_tiles(int num_rows) const {
+    const int most = num_rows < aq::kWideFrom ? rows : wide_rows;
+    return (num_rows + most - 1) / most;
+  }
 };
 
 template <class F>
@@ -45,6 +49,7 @@ AQ_INLINE Tiling tiling_of(const AqLinear& linear) {
     else if constexpr (F::kIsUnpacked) tiling.tile = unpacked_tile<F>;
     else tiling.tile = typed_tile<F>;
     tiling.rows = kIsSame<Input, Codes> ? aq::integer_tiles->rows : F::kRows;
+    tiling.wide_rows = kIsSame<Input, Codes> ? aq::integer_tiles->wide_rows : F::kRows;
     tiling.step_bytes = sizeof(typename F::Step), tiling.channels = F::kChannels;
     tiling.input_bytes = sizeof(Input), tiling.per_input = kPerInput;
     tiling.output_scale = F::output_scale(linear);
@@ -57,7 +62,7 @@ template <class Epilogue>
 static void part_rows(const AqLinear& linear, Share mine, int offset, const void* x, int rows,
                       const Epilogue& epilogue) {
   const Tiling tiling = tiling_of(linear);
-  const int num_tiles = (rows + tiling.rows - 1) / tiling.rows, steps = linear.k / tiling.channels;
+  const int num_tiles = tiling.num_tiles(rows), steps = linear.k / tiling.channels;
   const size_t stride = (size_t)linear.k / tiling.per_input;
   for (int block = mine.begin; block < mine.end; block += kPanel) {
     const char* w = (const char*)linear.weight + (size_t)block * steps * tiling.step_bytes;

@@ -8,7 +8,7 @@
 
 namespace AQ_NAMESPACE {
 
-constexpr int kTileRows = Format::kRows, kMostRows = 8;  // of a tile: in float32 arithmetic, in any
+constexpr int kTileRows = Format::kRows, kMostRows = 32;  // of a tile: in float32 arithmetic, in any
 constexpr int kPrefetchBytes = 8192;  // ahead, over all blocks of a tile: a stream alone needs more
 
 constexpr int blocks_for(int rows) {

@@ -361,8 +361,9 @@ class EngineConfig:
         check(1 <= steps <= 64, "num_continuous_decode_steps", steps, "must be from 1, which lets none run on, to 64")
 
 
-ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable")
-"""Instruction sets that the native library has kernels for, the best of each machine first. All give the same bits."""
+ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable", "amx", "amx_twin")
+"""Instruction sets that the native library has kernels for, the best of each machine first. All give the same bits. The
+last two run only where they are named: AMX, whose speed is not measured, and its slow twin for tests."""
 
 
 @dataclass(frozen=True)

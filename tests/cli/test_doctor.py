@@ -60,7 +60,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == found["exit_code"] == worst and "a-secret" not in done.output
     assert all(finding["what"] and finding["fix"] for finding in found["findings"])
     assert found["course"]["backend"] == "native" and found["course"]["threads"] == usable_cores()
-    assert found["facts"]["library"]["isas"][-1] == "portable" and found["rates"]["int8"]["per_s"] > 1e9
+    assert {"portable", "amx_twin"} <= set(found["facts"]["library"]["isas"]) and found["rates"]["int8"]["per_s"] > 1e9
     bundled = found["pairs"]["bundled"]
     assert 30e6 < bundled["weight_bytes"] < 60e6 and "a chain of 3" in bundled["expectation"]
     first, second = (fit["num_sequences"] for fit in bundled["contexts"])

@@ -17,8 +17,8 @@ from aquiline.backends.cpu.native import LIBRARY_PATH
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER, EMULATOR, SYSROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", Path("/usr/aarch64-linux-gnu")
 CPUS = {
-    "cortex-a72": ("neon", "portable"),
-    "cortex-a76": ("neon_dot", "neon", "portable"),
+    "cortex-a72": ("neon", "portable", "amx_twin"),
+    "cortex-a76": ("neon_dot", "neon", "portable", "amx_twin"),
 }
 """Emulated CPUs, and the instruction sets that the library must find there."""
 

@@ -16,7 +16,7 @@ from aquiline.ops.torch_arrays import array_of, tensor_of
 from aquiline.types import KEY_GROUP, AcceptResult, KVGroup, Rows
 
 LOADED = native.load()
-ISAS = LOADED.available_isas() if LOADED is not None else []
+ISAS = sorted(LOADED.available_isas(), key="portable".__eq__) if LOADED is not None else []  # the plainest last
 
 
 def at(array):

@@ -164,6 +164,16 @@ def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group):
             assert np.array_equal(got, expected), (window, page_size, isa, threads, chunk)
 
 
+@pytest.mark.parametrize("dim", [16, 48, 96, 128, 256])
+def test_wide_heads_in_many_rows(dim, isa):
+    """Two to nine rows of six queries, enough for tile registers, whose pieces of a head are 16, 32 or 64 channels."""
+    cache = CodedCache.new(160, 1, dim)
+    fill(cache, 160)
+    for rows in (2, 3, 6, 9):
+        specs = [Row(150 - rows + i, key_start=i) for i in range(rows)]
+        check(cache, specs, queries(rows, 6, dim))
+
+
 def test_node_equals_token_decoded_alone_at_every_offset_of_a_block(isa):
     """A node two levels below the root, stored behind a sibling, against the same keys in one row; a chain, which is
     read where it lies, against its tokens."""

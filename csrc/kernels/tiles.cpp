@@ -1,0 +1,14 @@
+// What integer.cpp has, over tile registers where rows are many: compiled for AMX, and for the registers' twin.
+#include "attention_tiles.h"
+#include "integer_tiles.h"
+
+namespace AQ_NAMESPACE {
+
+static aq::TileFunction tile_of(int dtype) {
+  return integer_tile_of(dtype, [](auto format) { return wide_tile<decltype(format)>; });
+}
+
+extern const aq::IntegerTiles kIntegerTiles;
+const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kWideRows, wide_update, kHasTileRegisters};
+
+}  // namespace AQ_NAMESPACE
