@@ -23,8 +23,7 @@ from aquiline.train.estimate import (
     dry_run,
     estimate,
     measure_rate,
-    measured_line,
-    plan_line,
+    pace_lines,
     step_bytes,
     target_shape,
     trained_shape,
@@ -149,12 +148,12 @@ def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
 
 def test_a_plan_says_what_was_measured_and_what_few_tokens_give() -> None:
     pace = Pace(2, seconds=30.0, tokens=8000)
-    assert measured_line(pace) == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
-    few = plan_line(pace, 12, 8000)
+    measured, few = pace_lines(pace, 12, 8000)
+    assert measured == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
     assert few.startswith("plan: 12 steps to go, 48,000 tokens, 3.0 min, looks not counted. So few")
     assert "--init smollm2" in few
-    assert plan_line(pace, 12, None).endswith("looks not counted"), "a trained draft that goes on"
-    assert plan_line(pace, 12, 500_000).endswith("looks not counted")
+    assert pace_lines(pace, 12, None)[1].endswith("looks not counted"), "a trained draft that goes on"
+    assert pace_lines(pace, 12, 500_000)[1].endswith("looks not counted")
 
 
 def test_the_rate_is_measured() -> None:

@@ -189,7 +189,6 @@ def test_accumulated_batches_give_the_gradients_of_one_large_batch(config: Train
             assert (parameter.grad - other.grad).norm() <= 1e-5 * parameter.grad.norm(), (step, name)
         for t in (whole, parts):
             t.weights.update()
-            t.weights.clear()
             t.progress.step += 1
 
 

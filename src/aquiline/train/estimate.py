@@ -59,10 +59,6 @@ class RunEstimate:
     features_bytes_per_token: int
     num_ranks: int
 
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        return {name: value for name, value in vars(self).items() if name != "num_ranks"}
-
     def lines(self, keep: int, free: int) -> list[str]:
         """The estimate in words. free: bytes of free memory; keep: how many checkpoints are kept."""
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory_bytes.items())
@@ -94,23 +90,18 @@ class RunEstimate:
         )
 
 
-def measured_line(pace: Pace) -> str:
-    """The pace of the first steps, in words."""
+def pace_lines(pace: Pace, num_steps: int, before: int | None) -> list[str]:
+    """The pace of the first steps, and the steps to come, in words. before: tokens that a new draft has been trained
+    on, None for an earlier draft that goes on."""
     took = f"{pace.tokens_per_s:,.0f} tokens/s, {pace.of_a_step[0]:.1f} s a step"
-    return f"time: {took}, measured over the first {pace.num_steps} steps here"
-
-
-def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
-    """The steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier draft that
-    goes on."""
     seconds, tokens = (num_steps * each for each in pace.of_a_step)
     plan = f"plan: {num_steps:,} steps to go, {round(tokens):,} tokens, {_duration(seconds)}, looks not counted"
-    if before is None or before + round(tokens) >= FEW_TOKENS:
-        return plan
-    return (
-        f"{plan}. So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
-        "from a trained draft with --init DRAFT (with --target smollm2: --init smollm2)"
-    )
+    if before is not None and before + round(tokens) < FEW_TOKENS:
+        plan += (
+            f". So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
+            "from a trained draft with --init DRAFT (with --target smollm2: --init smollm2)"
+        )
+    return [f"time: {took}, measured over the first {pace.num_steps} steps here", plan]
 
 
 def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
@@ -234,11 +225,11 @@ def dry_run(
     their pace and the steps of the whole run; None where there is nothing to train on, which leaves a bound."""
     world = alone()
     told = announce(config, shape, say, world)
-    record = {"target": str(config.target), **told.record()}
+    record = {"target": str(config.target)} | {name: of for name, of in vars(told).items() if name != "num_ranks"}
     if measure is not None:
         pace, num_steps = measure()
-        say(measured_line(pace))
-        say(plan_line(pace, num_steps, None if config.init else 0))
+        for line in pace_lines(pace, num_steps, None if config.init else 0):
+            say(line)
         return record | {"tokens_per_s": pace.tokens_per_s, "steps": num_steps}
     rate = measure_rate(world.device, shape.body.hidden_size, RATE_SECONDS)
     say(told.bound_line(rate))

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,12 +182,6 @@ def shape_of(head: DraftHead) -> dict[str, int]:
     names = ("intermediate_size", "num_heads", "num_kv_heads")
     own = {name: int(getattr(head.config.model, name)) for name in names}
     return {"draft_vocab_size": head.config.draft_vocab_size} | own
-
-
-def reach_of(head: DraftHead) -> dict[str, Any]:
-    """The settings that decide how far a head can attend, window and rotary embedding, as checkpoints store them."""
-    model = head.config.model
-    return {"draft_window": model.window(0), "rope_scaling": asdict(model.rope)}
 
 
 def for_long_contexts(head: DraftHead, config: TrainConfig) -> DraftHead:
