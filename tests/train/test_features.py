@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tests.checkpoints import write_mxfp4
 
 from aquiline.train import teacher as features
-from aquiline.train.attention import PackedAttention
 from aquiline.train.distributed import World
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.teacher import FeatureCache, Teacher, View, Views, bytes_per_token, document_key, feature_scale

@@ -18,13 +18,13 @@ from aquiline.models.formats import read_draft_config
 from aquiline.train.batches import Assembler, Batch
 from aquiline.train.distributed import World
 from aquiline.train.losses import LOSSES, Graded, LossRows
+from aquiline.train.master_weights import WARMUP_STEPS, orthogonalise, set_rate
 from aquiline.train.run_figures import StepFigures, combine
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Budget, Clock, Pace, RunProgress
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
-from aquiline.train.weights import WARMUP_STEPS, orthogonalise, set_rate
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def settings_of(config: TrainConfig, derived: Mapping[str, Any]) -> dict[str, An
     return {name: getattr(config, name) for name in (*COMPARED, *BUDGET)} | dict(derived)
 
 
-def check_settings(
+def compare_settings(
     stored: Mapping[str, Any], now: Mapping[str, Any], may_differ: tuple[str, ...]
 ) -> tuple[list[str], bool]:
     """Compare a run's stored settings with those of the command that resumes it: what the user must be told, and

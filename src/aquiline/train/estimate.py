@@ -20,9 +20,9 @@ from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.draft_vocabulary import DEFAULT_SIZE
 from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
 from aquiline.ops import control_groups
-from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
 from aquiline.train.losses import CHUNK_BYTES
+from aquiline.train.pass_attention import CHUNK
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
 from aquiline.train.teacher import bytes_per_token, has_bfloat16
@@ -104,7 +104,7 @@ def pace_lines(pace: Pace, num_steps: int, before: int | None) -> list[str]:
     return [f"time: {took}, measured over the first {pace.num_steps} steps here", plan]
 
 
-def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
+def estimate_run(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
     draft, rows = trained_shape(config, target), config.batch_size * config.accumulate * config.context
     return RunEstimate(
@@ -212,8 +212,8 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShap
 
 def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> RunEstimate:
     """Say line by line how much memory, arithmetic and disk a run needs."""
-    told = estimate(config, shape, world)
-    for line in told.lines(config.keep, free_memory(world.device)):
+    told = estimate_run(config, shape, world)
+    for line in told.lines(config.keep, free_bytes(world.device)):
         say(line)
     return told
 
@@ -257,7 +257,7 @@ def measure_rate(device: str, width: int, seconds: float) -> ProductRate:
     return ProductRate(best, str(dtype).removeprefix("torch."), name)
 
 
-def free_memory(device: str) -> int:
+def free_bytes(device: str) -> int:
     """Free bytes of memory on a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])

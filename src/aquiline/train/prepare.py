@@ -27,12 +27,12 @@ from aquiline.train.batches import Assembler, Batches, documents_of
 from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
 from aquiline.train.distributed import World
 from aquiline.train.documents import Corpus, row_reader
+from aquiline.train.master_weights import default_lr
 from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
-from aquiline.train.start import for_long_contexts, loaded_head, shape_of
+from aquiline.train.start import for_long_contexts, loaded_head, shape_settings
 from aquiline.train.teacher import FeatureCache, Teacher, View, Views, feature_scale
 from aquiline.train.train_config import TrainConfig
-from aquiline.train.weights import default_lr
 from aquiline.types import Int32, Int64
 
 SAMPLE_TOKENS = 16384
@@ -111,7 +111,7 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     )
     derived = {
         "lr": config.lr or default_lr(teacher.decoder), "target": digest, "capture": capture,
-        "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
+        "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_settings(head),
         "draft_window": head.config.model.window(0), "rope_scaling": asdict(head.config.model.rope),
     }  # fmt: skip
     settings = settings_of(config, derived)

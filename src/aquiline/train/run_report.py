@@ -193,7 +193,7 @@ def _percent(accuracy: tuple[float, ...]) -> str:
     return "/".join(f"{100 * a:.0f}" for a in accuracy) + "%"
 
 
-def verdict(out: Path, p: RunProgress) -> str:
+def last_line(out: Path, p: RunProgress) -> str:
     """A sentence on the draft that OUT holds at the end of a run."""
     if p.step == 0:
         return f"{out} holds the draft of the start: the budget was used up before the first step; raise it"

@@ -1,7 +1,7 @@
 """A run's progress and end: budgets in steps, tokens, epochs and minutes, the time that a judgement takes, and signals.
 
-The learning rate follows the share of the budget that is used (weights.py), so everything but a budget in minutes
-repeats exactly.
+The learning rate follows the share of the budget that is used (master_weights.py), so everything but a budget in
+minutes repeats exactly.
 """
 
 from __future__ import annotations

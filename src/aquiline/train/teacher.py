@@ -41,7 +41,7 @@ from aquiline.engine.model import LoadedModels, Loading, from_weights
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
 from aquiline.models.load import read_model_config, read_target, resolve
 from aquiline.text.tokenizer import load_tokenizer
-from aquiline.train.attention import PackedAttention
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.types import Int32
 
 logger = logging.getLogger(__name__)

@@ -21,20 +21,20 @@ import torch
 
 from aquiline.backends.torch.eagle import DraftHead, save_head
 from aquiline.errors import NumericalError
-from aquiline.train.attention import check_attention
-from aquiline.train.checkpoint import Checkpoint, Checkpoints, check_settings
+from aquiline.train.checkpoint import Checkpoint, Checkpoints, compare_settings
 from aquiline.train.distributed import World, alone, join
 from aquiline.train.estimate import announce, pace_lines, target_shape
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
+from aquiline.train.master_weights import Weights, set_rate
+from aquiline.train.pass_attention import check_attention
 from aquiline.train.prepare import prepare
 from aquiline.train.run_figures import StepFigures, combine, mean_of
-from aquiline.train.run_report import Reporter, Silent, verdict
+from aquiline.train.run_report import Reporter, Silent, last_line
 from aquiline.train.schedule import Budget, Clock, Pace, RunProgress, StopRequest
 from aquiline.train.simulated_tau import DraftJudgement, HeldOut
 from aquiline.train.teacher import autocast
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import Objective, num_rows, plan
-from aquiline.train.weights import Weights, set_rate
 
 MAX_BAD_STEPS = 10
 MEASURED_STEPS = 5
@@ -92,7 +92,7 @@ class Trainer:
                 self.reporter.say(f"stopped after step {p.step}: {folder} is whole; go on with --resume")
             elif looked_at != p.step:
                 last = self._look()
-        self.reporter.say(verdict(self.config.out, p))
+        self.reporter.say(last_line(self.config.out, p))
         return {
             "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self.clock.seconds(),
             "tokens_per_s": self.pace.tokens_per_s, "is_stopped": is_cut,
@@ -226,7 +226,7 @@ class Trainer:
 
     def _restore(self, start: Checkpoint) -> None:
         stored = start.state["settings"]
-        notices, is_judged_anew = check_settings(stored, self.run.settings, self.config.may_differ)
+        notices, is_judged_anew = compare_settings(stored, self.run.settings, self.config.may_differ)
         for notice in notices:
             self.reporter.say(notice)
         self.weights.restore(start.state)
