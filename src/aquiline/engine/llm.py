@@ -235,8 +235,7 @@ class LLM:
         ]
         for request in requests if len(requests) > 1 else ():  # a single one is checked when it is added
             self.engine.check(request)
-        began = self.engine.meter.mark()
-        outputs: dict[int | str, Output] = {}
+        began, outputs = self.engine.meter.mark(), dict[int | str, Output]()
         with RequestProgress(len(requests), self.engine, is_shown=True) if progress else nullcontext() as bar:
             for output in self.outputs(requests, on_delta):
                 if output.error is not None:
