@@ -71,12 +71,10 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile={self.profile!r}: must be one of {', '.join(PROFILES)}")
+        check(self.profile in PROFILES, "profile", self.profile, f"must be one of {', '.join(PROFILES)}")
         known = dict.fromkeys(load.name for load in PROFILES[self.profile])
         unknown = sorted(set(self.scenario) - set(known))
-        if unknown:
-            raise ValueError(f"scenario={unknown}: must be of {', '.join(known)}")
+        check(not unknown, "scenario", unknown, f"must be of {', '.join(known)}")
         if not self.loads:
             raise ValueError(
                 f"scenario={list(self.scenario)}: none has contexts={list(self.contexts) or None}, "
@@ -133,8 +131,7 @@ class PruningWork:
 
     def __post_init__(self) -> None:
         for name, least in (("num_questions", 0), ("new_tokens", 2), ("rounds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+            check(getattr(self, name) >= least, name, getattr(self, name), f"must be at least {least}")
 
 
 @dataclass(frozen=True)
