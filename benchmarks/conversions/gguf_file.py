@@ -1,7 +1,7 @@
 """Our decoders and EAGLE-3 heads as GGUF files, the format that llama.cpp reads: token ids in and out.
 
-A head's file is `GGUFDraft`'s, which `aquiline convert --to gguf` writes too (models/gguf/draft.py). What every file
-has, the tokenizer of llama.cpp's own tests included, is models/gguf/writer.py's.
+A head's file is `GGUFDraft`'s, which `aquiline convert --to gguf` writes too (models/gguf/draft_file.py). What every
+file has, the tokenizer of llama.cpp's own tests included, is models/gguf/writer.py's.
 
 Source: the names and the order of query and key rows are those of llama.cpp's converter, as the gguf package (0.19) and
 the loader of llama.cpp in llama-cpp-python 0.3.36 have them.
@@ -21,7 +21,7 @@ from aquiline.bench.peers.peer import stored_dtype
 from aquiline.blocks import PACKED
 from aquiline.models.draft_fields import cannot_say
 from aquiline.models.formats import EMBED, MAP, draft_arrays
-from aquiline.models.gguf.draft import GGUFDraft
+from aquiline.models.gguf.draft_file import GGUFDraft
 from aquiline.models.gguf.writer import add_decoder, add_rope, add_tensor, finish
 from aquiline.models.model_config import ModelConfig
 from aquiline.models.producers import GGUF

@@ -255,45 +255,35 @@ class Meter:
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
         self.laps: list[Lap] | None = None  # every lap, where somebody wants a trace
-        self._last = time.perf_counter()
+        self._timed = list[tuple[str, float, float]]()  # stages of steps read since `end_step`: name, seconds, share
         self._share = 1.0  # decode rows of the last step / all its rows
-
-    def begin(self, began_s: float) -> None:
-        """The engine's step began at that value of time.perf_counter. The time since the last step ended is not
-        counted."""
-        self._last = began_s
 
     def add_step(self, step: StepCounts, seconds: dict[str, float] | None, parts: dict[str, float]) -> None:
         """Record a step whose outcome was read. seconds: the time of its stages as the backend measured them, None
-        where it did not; the rest of the time since the last call counts as the host's."""
+        where it did not."""
         self.num_target_forwards += 1
         self.num_prefill_tokens += step.num_chunk_rows
         self.num_decode_steps += step.num_decode_rows > 0
         if step.active:
             self.slots.add(step)
         self._share = step.num_decode_rows / (step.num_decode_rows + step.num_chunk_rows)
-        now, seconds = time.perf_counter(), seconds or {}
-        host = max(0.0, now - self._last - sum(seconds.values()))
-        self._count(seconds | {"host": host}, now)
+        if seconds is not None:
+            self._timed += [(stage, each, self._share) for stage, each in seconds.items()]
         for part, each in parts.items():
             self.part_s[part] += each * self._share
 
-    def end_step(self) -> None:
-        """The engine ends a step; the time since the last call counts as the host's."""
-        now = time.perf_counter()
-        self._count({"host": now - self._last}, now)
-
-    def _count(self, seconds: dict[str, float], now: float) -> None:
-        """Add the time of stages that ran one after the other since the last call."""
-        share, total, began = self._share, 0.0, self._last
-        for stage, each in seconds.items():
+    def end_step(self, began_s: float) -> None:
+        """The engine ends a step that began at that value of time.perf_counter. Time that no stage of the backend took
+        counts as the host's; time between two steps is not counted."""
+        host_s = time.perf_counter() - began_s - sum(each for _, each, _ in self._timed)
+        for stage, each, share in (*self._timed, ("host", max(0.0, host_s), self._share)):
             self.stage_s[stage] += each * share
+            self.decode_s += each * share
+            self.prefill_s += each * (1 - share)
             if self.laps is not None:
-                self.laps.append(Lap(stage, began + total, each))
-            total += each
-        self.decode_s += total * share
-        self.prefill_s += total * (1 - share)
-        self._last = now
+                self.laps.append(Lap(stage, began_s, each))
+            began_s += each
+        self._timed.clear()
 
     def mark(self) -> Mark:
         """A copy of all counts at this moment, for `since`."""

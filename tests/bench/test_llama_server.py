@@ -24,7 +24,7 @@ from aquiline.bench.results.integrity import problems
 from aquiline.bench.results.result import Scenario
 from aquiline.config import ConvertConfig, EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
-from aquiline.models.convert import convert
+from aquiline.models.conversion import convert
 from aquiline.models.known_pairs import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET
 from aquiline.models.load import read_model_config
 from aquiline.spec.drafting import Chain, NoDraft

@@ -13,7 +13,7 @@ from tests.bench.reports import Results, legend, measured, plots, results
 from aquiline.bench.plots import PALETTE, look
 from aquiline.bench.report.panels import _mark_places
 from aquiline.bench.report.report_tables import figure
-from aquiline.bench.report.sections import count, sections
+from aquiline.bench.report.sections import amount, sections
 from aquiline.bench.results.intervals import spread
 
 __all__ = ["measured", "results"]
@@ -97,7 +97,7 @@ def test_numbers_are_short() -> None:
     assert [figure(n) for n in (None, 0.0, 0.1234, 1.234, 12.34, 999.6, 12345.6)] == [
         "-", "0.00", "0.123", "1.23", "12.3", "1,000", "12,346"
     ]  # fmt: skip
-    assert [count(n) for n in (1, 512, 1000, 1024, 65536)] == ["1", "512", "1,000", "1K", "64K"]
+    assert [amount(n) for n in (1, 512, 1000, 1024, 65536)] == ["1", "512", "1,000", "1K", "64K"]
 
 
 SIMULATED = {

@@ -20,7 +20,7 @@ from aquiline.bench.peers.contestants import Other, PeerModel
 from aquiline.bench.peers.llama_server import target_file
 from aquiline.bench.peers.names import ALL_PEERS, KINDS, PACKED_PEERS, PeerKind, PeerSpec, parse_peer, parse_peers
 from aquiline.bench.peers.peer import PeerOutput, PeerSetup
-from aquiline.bench.peers.verdict import Checked, Comparison, Standing, agreement
+from aquiline.bench.peers.verdict import Checked, Comparison, Standing, num_agreed
 from aquiline.bench.results.integrity import differences, problems
 from aquiline.bench.results.intervals import decode_tokens_per_s
 from aquiline.bench.results.result import Scenario
@@ -265,11 +265,11 @@ def test_agreement_counts_leading_tokens_or_their_text() -> None:
             return "".join(chr(i) for i in ids)
 
     expected = [ord(c) for c in "banana"]
-    assert agreement(PeerOutput(6, 1.0, 1.0, expected), expected, None) == 6
-    assert agreement(PeerOutput(6, 1.0, 1.0, [*expected[:3], 1, 2, 3]), expected, None) == 3
+    assert num_agreed(PeerOutput(6, 1.0, 1.0, expected), expected, None) == 6
+    assert num_agreed(PeerOutput(6, 1.0, 1.0, [*expected[:3], 1, 2, 3]), expected, None) == 3
     said = PeerOutput(6, 1.0, 1.0, [], text="banjo!")
-    assert agreement(said, expected, Letters()) == 3  # type: ignore[arg-type]
-    assert agreement(said, expected, None) is None
+    assert num_agreed(said, expected, Letters()) == 3  # type: ignore[arg-type]
+    assert num_agreed(said, expected, None) is None
 
 
 def row(label: str, rate: float, **fields: object) -> Standing:

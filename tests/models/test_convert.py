@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aquiline.config import ConvertConfig, DraftFormat
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import convert
+from aquiline.models.conversion import convert
 from aquiline.models.draft_config import DraftOverrides
 from aquiline.models.formats import CONFIG, WEIGHTS, open_draft, read_draft_config
 from aquiline.models.load import read_model_config
@@ -258,7 +258,7 @@ def test_blocks_of_a_gguf_draft_become_floats_and_are_told(target: Path, tmp_pat
     from aquiline.backends.torch.decoder import load_target
     from aquiline.backends.torch.eagle import load_draft
     from aquiline.models.formats import draft_arrays
-    from aquiline.models.gguf.draft import GGUFDraft
+    from aquiline.models.gguf.draft_file import GGUFDraft
 
     write_target(tmp_path / "wide", hidden_size=64)
     decoder = load_target(tmp_path / "wide", dtype="float32")

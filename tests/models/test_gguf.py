@@ -26,7 +26,7 @@ from aquiline.models.gguf.tensors import TYPES, GGUFTensors, hugging_face_name
 from aquiline.models.load import check_fits, open_tensors, read_model_config, resolve
 from aquiline.models.rope import rotary
 from aquiline.text.tokenizer import load_tokenizer
-from aquiline.train.attention import PackedAttention
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.train.start import new_head
 from checkpoints import edit_json, write_target
 from gguf_files import CONTROL, FLOATS, NORMAL, USER_DEFINED, Vocabulary, finish, pack, write_gguf_target

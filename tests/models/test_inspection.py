@@ -16,7 +16,7 @@ from tests.json_values import TRAPS
 
 from aquiline.config import ConvertConfig
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import convert
+from aquiline.models.conversion import convert
 from aquiline.models.inspection import Inspection, inspect_checkpoint
 from aquiline.models.load import read_model_config
 from aquiline.models.model_config import LAYER_IDS

@@ -22,7 +22,7 @@ from aquiline.backends.cpu.native_pair import CpuPair
 from aquiline.config import ConvertConfig, EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.errors import CheckpointError
-from aquiline.models.convert import convert
+from aquiline.models.conversion import convert
 from aquiline.models.formats import read_draft_config, read_draft_weights
 from aquiline.models.load import read_model_config, read_target
 from aquiline.models.model_config import LAYER_IDS

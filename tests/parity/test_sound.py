@@ -15,7 +15,7 @@ from tests.conftest import needs_native
 from tests.parity.planting import CAPTURE, NATIVE, PROMPT, TORCH, YARN, capturing, judge, named, pair_of
 
 from aquiline.config import ConvertConfig
-from aquiline.models.convert import convert
+from aquiline.models.conversion import convert
 from aquiline.models.families import FAMILIES
 from aquiline.models.gguf.metadata import LLAMA3 as FACTORLESS
 from aquiline.models.gguf.writer import finish

@@ -20,9 +20,9 @@ from aquiline.errors import CheckpointError
 from aquiline.train import checkpoint
 from aquiline.train.checkpoint import Checkpoints, damage
 from aquiline.train.documents import Corpus
+from aquiline.train.master_weights import WARMUP_STEPS
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
-from aquiline.train.weights import WARMUP_STEPS
 
 RUN = Path(__file__).parent / "train_process.py"
 

@@ -21,10 +21,9 @@ from aquiline.train.distributed import World
 from aquiline.train.estimate import (
     ProductRate,
     dry_run,
-    estimate,
+    estimate_run,
     measure_rate,
-    measured_line,
-    plan_line,
+    pace_lines,
     step_bytes,
     target_shape,
     trained_shape,
@@ -75,7 +74,7 @@ def test_a_targets_parameters_are_counted(flags: dict[str, bool]) -> None:
 
 
 def test_memory_is_what_a_run_holds(config: TrainConfig, trainer: Trainer) -> None:
-    told = estimate(config, target_shape(config), World())
+    told = estimate_run(config, target_shape(config), World())
     trainer._gradients()
     trainer.weights.update()
     weights = trainer.weights
@@ -119,7 +118,7 @@ def test_arithmetic_is_what_a_step_multiplies(config: TrainConfig, trainer: Trai
     counter = FlopCounterMode(display=False)
     with counter:
         figures, _ = trainer._gradients()
-    flops = estimate(config, target_shape(config), World()).flops_per_token
+    flops = estimate_run(config, target_shape(config), World()).flops_per_token
     told = figures.tokens * (flops["draft layer"] + flops["draft head and loss"])
     assert told == pytest.approx(counter.get_total_flops(), rel=0.2)
 
@@ -127,34 +126,34 @@ def test_arithmetic_is_what_a_step_multiplies(config: TrainConfig, trainer: Trai
 def test_disk_is_what_is_written(config: TrainConfig, tmp_path: Path) -> None:
     run = replace(config, out=tmp_path / "out", steps=1, context=64)
     train(run, quiet=True)
-    told = estimate(run, target_shape(run), World())
+    told = estimate_run(run, target_shape(run), World())
     written = sum(f.stat().st_size for f in (run.out / "step-0000001").iterdir())
     assert told.checkpoint_bytes == pytest.approx(written, rel=0.1)
     assert told.features_bytes_per_token == 2 * (len(tiny.CAPTURE) + 1) * tiny.CONFIG.hidden_size + 8
 
 
 def test_lines_say_how_long_and_whether_it_fits(config: TrainConfig) -> None:
-    told = estimate(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
+    told = estimate_run(replace(config, steps=None, tokens=3_600_000), target_shape(config), World(0, 2, "cpu", "ddp"))
     rate = ProductRate(sum(told.flops_per_token.values()) * 250, "float32", "here")
     lines = told.lines(keep=2, free=10**12)
     assert "on each of 2 ranks" in lines[0] and "WILL NOT FIT" not in lines[0] and "3 at a time" in lines[2]
     assert "no step was measured. At most 500 tokens/s, so at least 2.0 h for 3,600,000" in told.bound_line(rate)
     assert "IT WILL NOT FIT" in told.lines(keep=2, free=10**6)[0]
-    halves = estimate(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
-    of_nodes = estimate(config, target_shape(config), World(0, 4, "cpu", "hsdp", per_node=2))
+    halves = estimate_run(config, target_shape(config), World(0, 2, "cpu", "fsdp"))
+    of_nodes = estimate_run(config, target_shape(config), World(0, 4, "cpu", "hsdp", per_node=2))
     assert of_nodes.memory_bytes["draft and optimizer"] == halves.memory_bytes["draft and optimizer"]
     assert halves.memory_bytes["draft and optimizer"] < told.memory_bytes["draft and optimizer"]
-    assert estimate(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
+    assert estimate_run(replace(config, steps=5), target_shape(config), World()).tokens == 5 * 4 * 160
 
 
 def test_a_plan_says_what_was_measured_and_what_few_tokens_give() -> None:
     pace = Pace(2, seconds=30.0, tokens=8000)
-    assert measured_line(pace) == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
-    few = plan_line(pace, 12, 8000)
+    measured, few = pace_lines(pace, 12, 8000)
+    assert measured == "time: 267 tokens/s, 15.0 s a step, measured over the first 2 steps here"
     assert few.startswith("plan: 12 steps to go, 48,000 tokens, 3.0 min, looks not counted. So few")
     assert "--init smollm2" in few
-    assert plan_line(pace, 12, None).endswith("looks not counted"), "a trained draft that goes on"
-    assert plan_line(pace, 12, 500_000).endswith("looks not counted")
+    assert pace_lines(pace, 12, None)[1].endswith("looks not counted"), "a trained draft that goes on"
+    assert pace_lines(pace, 12, 500_000)[1].endswith("looks not counted")
 
 
 def test_the_rate_is_measured() -> None:
@@ -189,7 +188,9 @@ def test_a_mixtures_memory_is_what_its_decoder_and_the_library_hold(tmp_path: Pa
     held = {p.data_ptr(): p.nbytes for p in (*teacher.decoder.parameters(), teacher.head)}
     assert estimates._decoded(shape).stored_bytes + teacher.head.nbytes == pytest.approx(sum(held.values()), rel=1e-3)
     assert shape.stored_bytes == pytest.approx(teacher.models.weight_bytes, rel=0.1)
-    assert estimate(config, shape, World()).memory_bytes["target"] > sum(held.values()) + teacher.models.weight_bytes
+    assert (
+        estimate_run(config, shape, World()).memory_bytes["target"] > sum(held.values()) + teacher.models.weight_bytes
+    )
     head = new_head(teacher.decoder, torch.arange(10))
     assert (head.config.model.experts, head.config.model.intermediate_size) == (None, 4 * 96)
     assert trained_shape(config, shape).body.layers == draft_shape_of(head.config, shape).body.layers

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tests.checkpoints import write_mxfp4
 
 from aquiline.train import teacher as features
-from aquiline.train.attention import PackedAttention
 from aquiline.train.distributed import World
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.teacher import FeatureCache, Teacher, View, Views, bytes_per_token, document_key, feature_scale
@@ -118,13 +118,13 @@ def test_a_cut_shard_is_computed_again(teacher: Teacher, tmp_path: Path, caplog:
     (shard,) = tmp_path.iterdir()
     shard.write_bytes(shard.read_bytes()[:-100])
     again = FeatureCache(tmp_path, IDENTITY)
-    assert again.num_documents == 0 and "computed again" in caplog.text
-    assert document_key(documents(40)[0]) not in again
+    assert not again and "computed again" in caplog.text
+    assert again.get(document_key(documents(40)[0])) is None
 
 
 def test_a_file_of_others_in_the_folder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file({"x": torch.zeros(2)}, tmp_path / "theirs.safetensors")
-    assert FeatureCache(tmp_path, IDENTITY).num_documents == 0
+    assert len(FeatureCache(tmp_path, IDENTITY)) == 0
     assert "holds no features" in caplog.text and (tmp_path / "theirs.safetensors").exists()
 
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     Views(teacher.views, cache).of(documents(10, 12))
     with pytest.raises(OSError, match="free disk space or drop --features"):
         cache.flush()
-    assert FeatureCache(tmp_path, IDENTITY).num_documents == 1
+    assert len(FeatureCache(tmp_path, IDENTITY)) == 1
 
 
 def test_scaled_features_have_unit_size(teacher: Teacher) -> None:
@@ -166,7 +166,7 @@ def test_ranks_that_begin_with_the_same_documents_keep_each_others_shards(teache
     for views, other in zip(ranks, own, strict=True):
         views.of([both, other])
         views.close()
-    assert FeatureCache(tmp_path, IDENTITY).num_documents == 3
+    assert len(FeatureCache(tmp_path, IDENTITY)) == 3
 
 
 @pytest.mark.parametrize("ending", ["budget", "error"])

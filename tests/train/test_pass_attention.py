@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.torch.eagle import DraftHead
-from aquiline.train.attention import CHUNK, KINDS, StepKeys, TTTAttention
 from aquiline.train.distributed import World
 from aquiline.train.losses import LOSSES
+from aquiline.train.pass_attention import CHUNK, KINDS, StepKeys, TTTAttention
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Clock
 from aquiline.train.train_config import ATTENTION_NAMES

@@ -20,7 +20,7 @@ from aquiline.engine.sequence import TokenDelta
 from aquiline.regenerate.answering import rejected_tokens
 from aquiline.spec.drafting import Chain
 from aquiline.train.batches import RowPiece, gather
-from aquiline.train.checkpoint import check_settings
+from aquiline.train.checkpoint import compare_settings
 from aquiline.train.distributed import World
 from aquiline.train.documents import Document, build_corpus
 from aquiline.train.losses import LOSSES
@@ -162,11 +162,11 @@ def test_a_resumed_run_replays_as_before(config: TrainConfig, capsys: pytest.Cap
 def test_a_checkpoint_from_before_replay_goes_on_without_it(config: TrainConfig) -> None:
     run = Trainer(replace(config, out=config.out / "old", replay=1.0), World(), None, Silent(), Clock())
     settings = {name: value for name, value in run.run.settings.items() if name != "replay"}
-    check_settings(settings, run.run.settings, ())
+    compare_settings(settings, run.run.settings, ())
     with pytest.raises(ValueError, match="seed: not known before"):
-        check_settings({name: value for name, value in settings.items() if name != "seed"}, run.run.settings, ())
+        compare_settings({name: value for name, value in settings.items() if name != "seed"}, run.run.settings, ())
     with pytest.raises(ValueError, match=r"replay: 1\.0 before, 2\.0 now"):
-        check_settings(settings, run.run.settings | {"replay": 2.0}, ())
+        compare_settings(settings, run.run.settings | {"replay": 2.0}, ())
 
 
 def test_accumulated_batches_share_the_weight_of_all(config: TrainConfig) -> None:

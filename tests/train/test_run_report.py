@@ -10,17 +10,17 @@ from matplotlib.figure import Figure
 from tests.disk import MESSAGE, full_after
 
 from aquiline.train.run_figures import StepFigures, mean_of
-from aquiline.train.run_report import Reporter, StepReport
+from aquiline.train.run_report import Reporter
 from aquiline.train.simulated_tau import DraftJudgement
 
 NAN = float("nan")
 
 
-def report(step: int, done: float) -> StepReport:
+def report(reporter: Reporter, step: int, done: float) -> None:
     shrink = math.exp(-step / 40)
     accuracy = tuple(0.6 * (1 - shrink) - 0.03 * k for k in range(4))
     figures = StepFigures(2 + 6 * shrink, 500, (1.0, 2.0, 3.0, 4.0), accuracy, (*accuracy[:3], NAN))
-    return StepReport(step, done, figures, 0.3, 1e-3, 500 * step, 640.0)
+    reporter.step(step, figures, done=done, grad_norm=0.3, lr=1e-3, tokens=500 * step, tokens_per_s=640.0)
 
 
 def judgement(tau: float) -> DraftJudgement:
@@ -29,7 +29,7 @@ def judgement(tau: float) -> DraftJudgement:
 
 def run(reporter: Reporter, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        reporter.step(report(step, step / 100))
+        report(reporter, step, step / 100)
         if step % 20 == 0:
             reporter.judged(step, 0.5 * step, 500 * step, judgement(1 + step / 200), step)
     reporter.close()
@@ -58,7 +58,7 @@ def test_the_bar_moves_with_every_step_and_says_what_comes_before(tmp_path: Path
     reporter.stage("loading")
     (task,) = reporter.bar.tasks
     assert task.total is None and task.fields["text"] == "loading"
-    reporter.step(report(1, 0.01))
+    report(reporter, 1, 0.01)
     for step in range(1, 20):  # no line of the log
         reporter.advance(step / 100)
         assert (task.total, task.completed) == (1.0, step / 100) and task.fields["text"].startswith("step 1 ")
@@ -81,9 +81,9 @@ def test_a_resumed_log_drops_what_the_run_does_again(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_costs_no_picture_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(tmp_path)
     with full_after(100), pytest.raises(OSError, match=rf"train\.jsonl: {MESSAGE}\. Checkpoints stay.*--resume"):
-        reporter.step(report(1, 0.01))
+        report(reporter, 1, 0.01)
     other = Reporter(tmp_path / "other")
-    other.step(report(1, 0.01))
+    report(other, 1, 0.01)
     with full_after(1000):
         other.close()
     assert "train.png: cannot be written" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_single_step_is_seen_in_every_panel(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **settings: figures.append(self))
     reporter = Reporter(tmp_path)
     reporter.judged(0, 1.0, 0, judgement(1.2), 0)
-    reporter.step(report(1, 1.0))
+    report(reporter, 1, 1.0)
     reporter.close()
     for panel in figures[0].axes:
         single = [line for line in panel.lines if len(line.get_xdata()) == 1]  # type: ignore[arg-type]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.backends.torch.reference import rope
+from aquiline.train.master_weights import WIDE_LOGITS, default_lr
 from aquiline.train.start import fit, new_head
 from aquiline.train.teacher import View
 from aquiline.train.ttt import TokenBatch, passes
-from aquiline.train.weights import WIDE_LOGITS, default_lr
 
 H, NUM = tiny.CONFIG.hidden_size, 120
 

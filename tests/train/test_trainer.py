@@ -18,13 +18,13 @@ from aquiline.models.formats import read_draft_config
 from aquiline.train.batches import Assembler, Batch
 from aquiline.train.distributed import World
 from aquiline.train.losses import LOSSES, Graded, LossRows
+from aquiline.train.master_weights import WARMUP_STEPS, orthogonalise, set_rate
 from aquiline.train.run_figures import StepFigures, combine
 from aquiline.train.run_report import Silent
 from aquiline.train.schedule import Budget, Clock, Pace, RunProgress
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.trainer import Trainer, train
 from aquiline.train.ttt import TTTResult
-from aquiline.train.weights import WARMUP_STEPS, orthogonalise, set_rate
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,6 @@ def test_accumulated_batches_give_the_gradients_of_one_large_batch(config: Train
             assert (parameter.grad - other.grad).norm() <= 1e-5 * parameter.grad.norm(), (step, name)
         for t in (whole, parts):
             t.weights.update()
-            t.weights.clear()
             t.progress.step += 1
 
 

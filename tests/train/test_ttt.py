@@ -9,8 +9,8 @@ from torch import Tensor
 
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.train import losses
-from aquiline.train.attention import CHUNK, PackedAttention, step_attention, visibility
 from aquiline.train.losses import LOSSES, TargetBatch
+from aquiline.train.pass_attention import CHUNK, PackedAttention, step_attention, visibility
 from aquiline.train.ttt import Objective, TokenBatch, counted, num_rows, passes, plan, ttt_loss
 
 STEPS = 7

@@ -18,8 +18,8 @@ from aquiline.backends.torch.decoder import Decoder
 from aquiline.backends.torch.eagle import DraftHead
 from aquiline.models.model_config import ModelConfig, RopeConfig
 from aquiline.train import teacher
-from aquiline.train.attention import PackedAttention
 from aquiline.train.losses import TargetBatch
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.train.start import new_head
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import TokenBatch

@@ -67,7 +67,7 @@ def name_positions(axes: Any, about: str = "") -> None:
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
-def save(figure: Any, path: Path, left: str) -> None:
+def save_plot(figure: Any, path: Path, left: str) -> None:
     """Write the figure as a PNG. left: the error's words about the files that a full disk leaves."""
     with writing(path, left):
         figure.savefig(path, dpi=140)

@@ -38,7 +38,7 @@ def convert(
     name the layers that are captured. Converting back gives the same files: what only the first format has travels as
     `provenance` in the config.
     """
-    from aquiline.models.convert import convert as run
+    from aquiline.models.conversion import convert as run
     from aquiline.models.draft_config import DraftOverrides
 
     overrides = DraftOverrides(pair.get("capture"), pair.get("norm_feedback"))

@@ -58,7 +58,7 @@ def evaluate(
     trees are a search; the best is named per length and overall.
     """
     from aquiline.bench.data.datasets import load_questions
-    from aquiline.bench.eval.eval_report import EvalFacts, EvalReport, model_facts, name_of
+    from aquiline.bench.eval.eval_report import EvalFacts, EvalReport, dataset_name, model_facts
     from aquiline.bench.eval.evaluate import Evaluation
     from aquiline.cli.show.evaluation import run_shown
     from aquiline.engine.llm import LLM
@@ -75,7 +75,7 @@ def evaluate(
     model = model_facts(llm, pair.target, pair.draft)
     evaluation = Evaluation(llm, wrapped, questions, plan, model.target, out / "answers" if out else None)
     found = run_shown(evaluation, is_shown=not as_json)
-    facts = EvalFacts(model, name_of(dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
+    facts = EvalFacts(model, dataset_name(dataset), sample.sample_seed, wrapped.has_template, llm.models.system())
     _deliver(EvalReport(found, facts), out, as_json)
 
 

@@ -42,7 +42,7 @@ def inspect(
     With --target the checkpoint is read as a draft of that target: a known pair's name then stands for its draft.
     Exits with 1 if something does not fit, with 2 if the checkpoint cannot be read.
     """
-    from aquiline.cli.show.inspection import show_inspection
+    from aquiline.cli.show.inspection_tables import show_inspection
     from aquiline.models.draft_config import DraftOverrides
     from aquiline.models.inspection import inspect_checkpoint
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.tuning_work import KINDS_OF, Tuned, TuningWork
+from aquiline.bench.suite.suite_plan import KINDS_OF, Tuned, TuningWork
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import named
 from aquiline.config import PairConfig

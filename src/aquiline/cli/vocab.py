@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aquiline.bench.suite.pruning_work import PruningWork
+from aquiline.bench.suite.suite_plan import PruningWork
 from aquiline.cli.fields import Fields, with_options
 from aquiline.cli.options import AsJson, chosen, tell
 from aquiline.config import PairConfig, check
@@ -45,7 +45,7 @@ def vocab(
     in it, that both drafts name. Both are then served on the same questions, by turns: tau and tok/s.
     """
     from aquiline.bench.suite.pruning import questions_of, serve_drafts
-    from aquiline.cli.show.pruning import pruning_rows, show_pruning
+    from aquiline.cli.show.pruning_tables import pruning_rows, show_pruning
     from aquiline.engine.coverage import read_text, text_choices
     from aquiline.models.formats import check_destination
     from aquiline.models.prune import choose_rows, draft_ids, write_pruned

@@ -123,22 +123,18 @@ class Engine:
         began = time.perf_counter()
         pipeline = self.pipeline
         deltas = self._end_overdue() if self.due else []
-        if pipeline.is_late:
-            self.meter.begin(began)
-            if pipeline.must_read_first(self.scheduler.running):
-                deltas += self._commit(pipeline.unread.popleft())
+        if pipeline.is_late and pipeline.must_read_first(self.scheduler.running):
+            deltas += self._commit(pipeline.unread.popleft())
         if self.models.pair.draft_version != self._draft_version and not pipeline.is_ahead:
             deltas += self._renew_draft()
         was_issued = len(pipeline.unread) <= pipeline.lag and self._issue()
         step = pipeline.take(was_issued)
-        if not pipeline.is_late:
-            began -= pipeline.unspent_s if step is not None else 0.0
-            self.meter.begin(began)
         if step is not None:
+            began -= pipeline.unspent_s
             deltas += self._commit(step)
         if self.config.check:
             self._check_pages()
-        self.meter.end_step()
+        self.meter.end_step(began)
         if self.controller is not None:
             self.controller.end_step(time.perf_counter() - began)
         return deltas

@@ -6,6 +6,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -232,16 +233,16 @@ class LLM:
             self.request(first + i, prompt, params, drafting, prediction=prediction)
             for i, (prompt, params, prediction) in enumerate(zip(batch, each, expected, strict=True))
         ]
-        for request in requests:
+        for request in requests if len(requests) > 1 else ():  # a single one is checked when it is added
             self.engine.check(request)
-        began = self.engine.meter.mark()
-        outputs: dict[int | str, Output] = {}
-        with RequestProgress(len(requests), self.engine, is_shown=progress) as bar:
+        began, outputs = self.engine.meter.mark(), dict[int | str, Output]()
+        with RequestProgress(len(requests), self.engine, is_shown=True) if progress else nullcontext() as bar:
             for output in self.outputs(requests, on_delta):
                 if output.error is not None:
                     raise NumericalError(output.error)
                 outputs[output.request_id] = output
-                bar.advance()
+                if bar is not None:
+                    bar.advance()
         return Result([outputs[request.id] for request in requests], self.engine.meter.since(began))
 
     def outputs(

@@ -105,7 +105,7 @@ class Pipeline:
         """Whether the next plan needs the outcome that is still unread: proposers on the host, grammars and edits read
         tokens."""
         needs = any(s is not None and (s.proposer is not None or s.is_guided) for s in running)
-        return self.is_late and bool(self.unread) and needs
+        return bool(self.unread) and needs
 
     def issue(self, backend: Backend, plan: StepPlan, message: StepInput, most: int) -> int:
         """Hand a step to the backend, which may repeat its decodes up to `most` times. Returns how often it ran.
@@ -127,9 +127,9 @@ class Pipeline:
         return len(outcomes)
 
     def take(self, was_issued: bool) -> Step | None:
-        """The oldest step, if it is to be committed now. Where outcomes are read at once, `unspent_s` then says by how
-        many seconds this step of the engine began before its first instruction ran: those of an outcome that an earlier
-        call computed, less those of outcomes that this call computed for later steps."""
+        """The oldest step, if it is to be committed now. `unspent_s` then says by how many seconds this step of the
+        engine began before its first instruction ran: those of an outcome that an earlier call computed, less those of
+        outcomes that this call computed for later steps; 0 where outcomes are read late."""
         if len(self.unread) <= self.lag and (was_issued or not self.unread):
             return None
         step = self.unread.popleft()

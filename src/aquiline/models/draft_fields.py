@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from aquiline.models.gguf.draft import NUM_FEATURES
+from aquiline.models.gguf.draft_file import NUM_FEATURES
 from aquiline.models.json_fields import Raw
 from aquiline.models.model_config import LAYER_IDS, DraftConfig, ModelConfig, RopeConfig
 from aquiline.models.producers import EAGLE_SECTION, FC_NORM_FLAGS, GGUF, NVIDIA, POST_NORM, PRODUCER, Format

@@ -14,7 +14,7 @@ from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json, resolve
-from aquiline.models.gguf.draft import is_draft_file
+from aquiline.models.gguf.draft_file import is_draft_file
 from aquiline.models.gguf.metadata import config_fields
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import MAX_EXPERTS, MAX_LAYERS, Raw, count, flag, nested, number, texts, token_ids

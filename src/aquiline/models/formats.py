@@ -1,6 +1,6 @@
 """Draft heads in and out of checkpoints: read in any format of producers.py, saved in our own.
 
-`draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. `convert.py` writes other
+`draft_config.py` reads what a checkpoint says it is; here its tensors become DraftWeights. `conversion.py` writes other
 formats. Nothing falls back to random, zeros or identity: a head, an embedding or a vocabulary that is absent comes from
 the target by a rule, or is an error.
 """
@@ -20,7 +20,7 @@ from aquiline.blocks import Array, Parts, Weight, floats_of
 from aquiline.models.draft_config import DraftOverrides, DraftReading, read_draft, read_draft_config
 from aquiline.models.draft_fields import draft_fields
 from aquiline.models.files import ROWS, Entry, TensorSource, check_entries, is_gguf, refuse, resolve
-from aquiline.models.gguf.draft import GGUFDraftTensors
+from aquiline.models.gguf.draft_file import GGUFDraftTensors
 from aquiline.models.int4_files import Int4Tensors
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import layer_entries, layer_weights

@@ -17,7 +17,7 @@ from aquiline.models.draft_fields import extras
 from aquiline.models.families import config_file, has_blocks, read_model_config
 from aquiline.models.files import BYTES, TensorSource, check_entries, is_gguf, read_json, resolve
 from aquiline.models.formats import EMBED, HEAD, MAP, DraftFiles, head_rows, is_beside, open_draft
-from aquiline.models.gguf.draft import is_draft_file
+from aquiline.models.gguf.draft_file import is_draft_file
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import is_spare, open_tensors, target_entries

@@ -42,7 +42,7 @@ from typing import Literal
 
 from aquiline.errors import CheckpointError
 from aquiline.models.files import is_gguf, read_json
-from aquiline.models.gguf.draft import fields_of_draft, is_draft_file
+from aquiline.models.gguf.draft_file import fields_of_draft, is_draft_file
 from aquiline.models.gguf.reader import read_gguf
 from aquiline.models.json_fields import Raw, flag, nested, texts
 from aquiline.models.model_config import LAYER_IDS, RopeConfig

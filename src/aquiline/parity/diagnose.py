@@ -14,7 +14,7 @@ import numpy as np
 
 from aquiline.parity.draft_run import DraftRun
 from aquiline.parity.record import StageRecord, order_of
-from aquiline.parity.reference import Array, Layer, ReferenceDraft, ReferenceRope, normed
+from aquiline.parity.reference_draft import Array, Layer, ReferenceDraft, ReferenceRope, normed
 from aquiline.parity.stage_figures import StageFigures, Tolerance, compare
 
 if TYPE_CHECKING:  # which needs torch

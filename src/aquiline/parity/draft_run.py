@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from aquiline.parity.record import DRAFT_STAGES, Row, StageRecord
-from aquiline.parity.reference import Array, ReferenceDraft, Stages
+from aquiline.parity.reference_draft import Array, ReferenceDraft, Stages
 from aquiline.parity.stage_figures import TOP
 
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from aquiline.parity.reference import Array, Layer, ReferenceDraft, ReferenceRope
+from aquiline.parity.reference_draft import Array, Layer, ReferenceDraft, ReferenceRope
 
 Fields = Mapping[str, Any]
 Tensors = dict[str, NDArray[Any]]

@@ -22,7 +22,7 @@ from aquiline.parity.draft_run import DraftRun
 from aquiline.parity.observe import MOST_WRITTEN, lens_of, observe_draft, observe_target
 from aquiline.parity.parity_choice import DUMP, MIN_LENGTH, ParityChoice
 from aquiline.parity.record import StageRecord, load, order_of, save
-from aquiline.parity.reference import Array, ReferenceDraft
+from aquiline.parity.reference_draft import Array, ReferenceDraft
 from aquiline.parity.reference_files import read_reference
 from aquiline.parity.stage_figures import StageFigures, Tolerance, compare, tolerance_of
 from aquiline.types import storage_dtype

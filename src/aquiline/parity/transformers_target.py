@@ -13,7 +13,7 @@ from aquiline.backends.torch.rounding import rounded
 from aquiline.models.files import is_gguf
 from aquiline.ops.quantise import QUANTISED
 from aquiline.parity.record import Row, StageRecord
-from aquiline.parity.reference import Array, Layer, ReferenceRope
+from aquiline.parity.reference_draft import Array, Layer, ReferenceRope
 
 _ACTIVATIONS: dict[str, Literal["geglu", "clamped"]] = {"gemma3_text": "geglu", "gpt_oss": "clamped"}
 

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -220,15 +220,11 @@ def settings_of(config: TrainConfig, derived: Mapping[str, Any]) -> dict[str, An
     return {name: getattr(config, name) for name in (*COMPARED, *BUDGET)} | dict(derived)
 
 
-class Changes(NamedTuple):
-    """notices: what the user must be told. is_judged_anew: whether the best score so far can no longer be compared."""
-
-    notices: list[str]
-    is_judged_anew: bool
-
-
-def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ: tuple[str, ...]) -> Changes:
-    """Compare a run's stored settings with those of the command that resumes it.
+def compare_settings(
+    stored: Mapping[str, Any], now: Mapping[str, Any], may_differ: tuple[str, ...]
+) -> tuple[list[str], bool]:
+    """Compare a run's stored settings with those of the command that resumes it: what the user must be told, and
+    whether the best score so far can no longer be compared.
 
     Raises ValueError naming every field that differs and is not in `may_differ`."""
     if unknown := sorted(set(may_differ) - set(CHANGEABLE)):
@@ -244,4 +240,4 @@ def check_settings(stored: Mapping[str, Any], now: Mapping[str, Any], may_differ
     notices = [f"changed: {told[name]}" for name in differing if name not in BUDGET]
     if budgets := [told[name] for name in differing if name in BUDGET]:
         notices.append(f"budget changed ({'; '.join(budgets)}): the learning rate follows the new one from here on")
-    return Changes(notices, any(name in JUDGED_BY for name in differing))
+    return notices, any(name in JUDGED_BY for name in differing)

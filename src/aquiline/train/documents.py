@@ -51,10 +51,6 @@ class Corpus:
         """How many documents the stream holds."""
         return len(self.starts) - 1
 
-    def num_longer(self, context: int) -> int:
-        """How many documents have more than `context` tokens, and are cut to train on."""
-        return int((np.diff(self.starts) > context).sum())
-
 
 def build_corpus(documents: Iterable[Document]) -> Corpus:
     """Concatenate documents into one stream."""
@@ -149,7 +145,9 @@ class RowReader:
             raise RowError("not an object")
         tokens = row.get("input_ids", row.get("token_ids"))
         if tokens is not None and row.get("loss_mask") is not None:
-            return [self._masked(row, _checked(tokens), key)]
+            ids = _checked(tokens)
+            mask, rejected = (_flags(row, name, len(ids)) for name in ("loss_mask", "rejected"))
+            return [Document(key, ids, None if self.loss_on == "all" else mask, rejected)]
         messages = messages_of(row)
         if messages is not None:
             return self._conversation(messages, key)
@@ -160,10 +158,6 @@ class RowReader:
                 raise RowError("its text holds half a surrogate pair")
             return [Document(key, np.array(self.encode(row["text"]), dtype=np.int32))]
         raise RowError('none of "messages", "conversations", "text", "input_ids", "token_ids"')
-
-    def _masked(self, row: dict[str, Any], ids: NDArray[np.int32], key: str) -> Document:
-        mask = _flags(row, "loss_mask", len(ids))
-        return Document(key, ids, None if self.loss_on == "all" else mask, _flags(row, "rejected", len(ids)))
 
     def _conversation(self, messages: list[Message], key: str) -> list[Document]:
         template = self.template

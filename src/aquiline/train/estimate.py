@@ -20,9 +20,9 @@ from aquiline.models.counting import draft_shape, read_shape
 from aquiline.models.draft_vocabulary import DEFAULT_SIZE
 from aquiline.models.shape import STORAGES, AttentionShape, Dense, DraftShape, LayerShape, ModelShape, precision_of
 from aquiline.ops import control_groups
-from aquiline.train.attention import CHUNK
 from aquiline.train.distributed import World, alone
 from aquiline.train.losses import CHUNK_BYTES
+from aquiline.train.pass_attention import CHUNK
 from aquiline.train.recipes import Recipe
 from aquiline.train.schedule import Pace
 from aquiline.train.teacher import bytes_per_token, has_bfloat16
@@ -59,10 +59,6 @@ class RunEstimate:
     features_bytes_per_token: int
     num_ranks: int
 
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        return {name: value for name, value in vars(self).items() if name != "num_ranks"}
-
     def lines(self, keep: int, free: int) -> list[str]:
         """The estimate in words. free: bytes of free memory; keep: how many checkpoints are kept."""
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory_bytes.items())
@@ -94,26 +90,21 @@ class RunEstimate:
         )
 
 
-def measured_line(pace: Pace) -> str:
-    """The pace of the first steps, in words."""
+def pace_lines(pace: Pace, num_steps: int, before: int | None) -> list[str]:
+    """The pace of the first steps, and the steps to come, in words. before: tokens that a new draft has been trained
+    on, None for an earlier draft that goes on."""
     took = f"{pace.tokens_per_s:,.0f} tokens/s, {pace.of_a_step[0]:.1f} s a step"
-    return f"time: {took}, measured over the first {pace.num_steps} steps here"
-
-
-def plan_line(pace: Pace, num_steps: int, before: int | None) -> str:
-    """The steps to come, in words. before: tokens that a new draft has been trained on, None for an earlier draft that
-    goes on."""
     seconds, tokens = (num_steps * each for each in pace.of_a_step)
     plan = f"plan: {num_steps:,} steps to go, {round(tokens):,} tokens, {_duration(seconds)}, looks not counted"
-    if before is None or before + round(tokens) >= FEW_TOKENS:
-        return plan
-    return (
-        f"{plan}. So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
-        "from a trained draft with --init DRAFT (with --target smollm2: --init smollm2)"
-    )
+    if before is not None and before + round(tokens) < FEW_TOKENS:
+        plan += (
+            f". So few tokens teach a new draft little, it needs {FEW_TOKENS:,} and more: give it longer, or go on "
+            "from a trained draft with --init DRAFT (with --target smollm2: --init smollm2)"
+        )
+    return [f"time: {took}, measured over the first {pace.num_steps} steps here", plan]
 
 
-def estimate(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
+def estimate_run(config: TrainConfig, target: ModelShape, world: World) -> RunEstimate:
     """The estimate for a run of these settings on a target of this shape."""
     draft, rows = trained_shape(config, target), config.batch_size * config.accumulate * config.context
     return RunEstimate(
@@ -221,8 +212,8 @@ def target_shape(config: TrainConfig, recipe: Recipe | None = None) -> ModelShap
 
 def announce(config: TrainConfig, shape: ModelShape, say: Callable[[str], None], world: World) -> RunEstimate:
     """Say line by line how much memory, arithmetic and disk a run needs."""
-    told = estimate(config, shape, world)
-    for line in told.lines(config.keep, free_memory(world.device)):
+    told = estimate_run(config, shape, world)
+    for line in told.lines(config.keep, free_bytes(world.device)):
         say(line)
     return told
 
@@ -234,11 +225,11 @@ def dry_run(
     their pace and the steps of the whole run; None where there is nothing to train on, which leaves a bound."""
     world = alone()
     told = announce(config, shape, say, world)
-    record = {"target": str(config.target), **told.record()}
+    record = {"target": str(config.target)} | {name: of for name, of in vars(told).items() if name != "num_ranks"}
     if measure is not None:
         pace, num_steps = measure()
-        say(measured_line(pace))
-        say(plan_line(pace, num_steps, None if config.init else 0))
+        for line in pace_lines(pace, num_steps, None if config.init else 0):
+            say(line)
         return record | {"tokens_per_s": pace.tokens_per_s, "steps": num_steps}
     rate = measure_rate(world.device, shape.body.hidden_size, RATE_SECONDS)
     say(told.bound_line(rate))
@@ -266,7 +257,7 @@ def measure_rate(device: str, width: int, seconds: float) -> ProductRate:
     return ProductRate(best, str(dtype).removeprefix("torch."), name)
 
 
-def free_memory(device: str) -> int:
+def free_bytes(device: str) -> int:
     """Free bytes of memory on a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])

@@ -172,12 +172,6 @@ class HeadLoss(NamedTuple):
     correct: Tensor
 
 
-class _Settings(NamedTuple):
-    loss: Loss
-    dtype: torch.dtype
-    measure: bool
-
-
 def head_loss(
     a: Tensor, head: Tensor, target: TargetBatch, at: Tensor, weight: Tensor, loss: Loss, *, measure: bool
 ) -> HeadLoss:
@@ -189,15 +183,15 @@ def head_loss(
     kind = a.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
     with torch.autocast(kind, enabled=False):
-        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, _Settings(loss, dtype, measure)))  # type: ignore[no-untyped-call]
+        return HeadLoss(*_HeadLoss.apply(a, head, target, at, weight, loss, dtype, measure))  # type: ignore[no-untyped-call]
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, head: Tensor, target: TargetBatch, at: Tensor, weight: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = settings.dtype
+        ctx: Any, a: Tensor, head: Tensor, target: TargetBatch, at: Tensor, weight: Tensor, loss: Loss,
+        dtype: torch.dtype, measure: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows, kernel = a.to(dtype), head.to(dtype)
         grad_a, grad_head = torch.empty_like(rows), torch.zeros_like(kernel, dtype=torch.float32)
         values = torch.empty(len(a), device=a.device)
@@ -206,7 +200,7 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(a), size):
             part = slice(start, start + size)
             logits = rows[part] @ kernel.T
-            values[part], correct[part] = _grade(logits, target, at[part], settings)
+            values[part], correct[part] = _grade(logits, target, at[part], loss, measure)
             weighed = weight[part, None]
             grad_a[part] = (logits @ kernel).mul_(weighed)
             weighed_rows = (rows[part] * weighed).to(dtype)
@@ -222,15 +216,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_a, grad_head = ctx.saved_tensors
-        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), None, None, None, None
+        return (grad_a * grad).to(ctx.dtypes[0]), (grad_head * grad).to(ctx.dtypes[1]), *[None] * 6
 
 
-def _grade(logits: Tensor, target: TargetBatch, at: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+def _grade(logits: Tensor, target: TargetBatch, at: Tensor, loss: Loss, measure: bool) -> tuple[Tensor, Tensor]:
     """Losses of rows [n], and whether each row's best guess is the target's (False if that is not measured). Overwrites
     `logits` [n, Vd] with their gradients."""
-    loss, dtype, measure = settings
     places, which = torch.unique_consecutive(at, return_inverse=True)
-    told = target.logits(places, dtype)
+    told = target.logits(places, logits.dtype)
     size = max(1, BLOCK_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
     values = torch.empty(len(logits), device=logits.device)
     correct = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,12 @@ from aquiline.train.batches import Assembler, Batches, documents_of
 from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
 from aquiline.train.distributed import World
 from aquiline.train.documents import Corpus, row_reader
+from aquiline.train.master_weights import default_lr
 from aquiline.train.readers import Split, check_paths, load_split
 from aquiline.train.simulated_tau import TEMPERATURE, HeldOut, write_texts
-from aquiline.train.start import for_long_contexts, loaded_head, reach_of, shape_of
+from aquiline.train.start import for_long_contexts, loaded_head, shape_settings
 from aquiline.train.teacher import FeatureCache, Teacher, View, Views, feature_scale
 from aquiline.train.train_config import TrainConfig
-from aquiline.train.weights import default_lr
 from aquiline.types import Int32, Int64
 
 SAMPLE_TOKENS = 16384
@@ -111,8 +111,8 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
     )
     derived = {
         "lr": config.lr or default_lr(teacher.decoder), "target": digest, "capture": capture,
-        "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_of(head),
-        **reach_of(head),
+        "data": corpus_digest(split.train), "held_out": corpus_digest(split.held_out), **shape_settings(head),
+        "draft_window": head.config.model.window(0), "rope_scaling": asdict(head.config.model.rope),
     }  # fmt: skip
     settings = settings_of(config, derived)
     return Prepared(teacher, head, scale.to(device), assembler, batches, split.held_out, settings)
@@ -121,10 +121,10 @@ def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Ca
 def _say_data(config: TrainConfig, split: Split, batches: Batches, say: Callable[[str], None]) -> None:
     """Say what the data holds, what of it is not used, and how many tokens are replayed. Raises ValueError if a replay
     is asked for and no token can be replayed."""
-    corpus = split.train
+    corpus, context = split.train, config.context
     say(
-        f"{corpus.num_documents} documents, {corpus.num_longer(config.context)} of them longer than "
-        f"{config.context} tokens and cut; {len(corpus.tokens)} tokens, {corpus.mask.mean():.0%} counted; "
+        f"{corpus.num_documents} documents, {int((np.diff(corpus.starts) > context).sum())} of them longer than "
+        f"{context} tokens and cut; {len(corpus.tokens)} tokens, {corpus.mask.mean():.0%} counted; "
         f"{batches.steps_in_first_epoch} steps an epoch; held out {split.held_out.num_documents} documents"
     )
     if split.rejects.counts:

@@ -23,6 +23,7 @@ from aquiline.train.train_config import TrainConfig
 NOT_IN_RECIPES = ("target", "data", "out", "held_out", "init", "norm_feedback", "resume", "may_differ")
 """Fields of TrainConfig that belong to a run, not to a recipe."""
 _PATHS = ("features",)
+_FOLDER = files("aquiline") / "data" / "recipes"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Names of the recipes in the package, sorted."""
-    return sorted(p.name.removesuffix(".yaml") for p in _folder().iterdir() if p.name.endswith(".yaml"))
+    return sorted(p.name.removesuffix(".yaml") for p in _FOLDER.iterdir() if p.name.endswith(".yaml"))
 
 
 def read_recipe(name: str) -> Recipe:
@@ -48,7 +49,7 @@ def read_recipe(name: str) -> Recipe:
             raise ValueError(f"recipe={name}: there is no such file")
         text = path.read_text(encoding="utf-8")
     elif name in recipe_names():
-        text = (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise ValueError(f"recipe={name!r}: must be one of {', '.join(recipe_names())}, or a .yaml file")
     try:
@@ -98,7 +99,3 @@ def _refuse_unknown(name: str, prefix: str, section: Any, known: list[str] | Non
     unknown = [prefix + str(key) for key in section if key not in known] if known else []
     if known and unknown:
         raise ValueError(f"recipe={name}: {', '.join(unknown)}: known are {', '.join(prefix + key for key in known)}")
-
-
-def _folder() -> Any:
-    return files("aquiline") / "data" / "recipes"

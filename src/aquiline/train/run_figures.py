@@ -54,6 +54,11 @@ class StepFigures:
         reached = itertools.takewhile(lambda c: not math.isnan(c), self.conditional)
         return 1 + sum(itertools.accumulate(reached, lambda a, b: a * b))
 
+    def record(self) -> dict[str, Any]:
+        """The figures as a line of train.jsonl has them."""
+        passes = {name: getattr(self, name) for name in ("losses", "accuracy", "conditional", "expected_tau")}
+        return {"loss": self.total} | passes
+
 
 def combine(
     results: Sequence[TTTResult], tokens: int, over_ranks: Callable[[Sequence[float]], list[float]]

@@ -27,29 +27,6 @@ KEPT = "Checkpoints stay; with room on the disk go on with --resume"
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """A line of the log. figures: means over the steps since the line before. grad_norm and lr: of the last step.
-    done: the share of the budget used. tokens: of the whole run."""
-
-    step: int
-    done: float
-    figures: StepFigures
-    grad_norm: float
-    lr: float
-    tokens: int
-    tokens_per_s: float
-
-    def record(self) -> dict[str, Any]:
-        """The figures as a line of train.jsonl has them."""
-        own = {name: value for name, value in vars(self).items() if name not in ("step", "figures")}
-        f = self.figures
-        return own | {
-            "loss": f.total, "losses": f.losses, "accuracy": f.accuracy, "conditional": f.conditional,
-            "expected_tau": f.expected_tau,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Tracker:
     """Where figures are sent. log: takes a step and its figures; steps ascend. close: writes the rest of them."""
 
@@ -86,17 +63,6 @@ def _wandb(out: Path, after_step: int | None) -> Tracker:
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
-def open_trackers(names: tuple[str, ...], out: Path, after_step: int | None) -> list[Tracker]:
-    """The trackers of a run. Raises ValueError naming the package that is not installed."""
-    trackers = []
-    for name in names:
-        try:
-            trackers.append(TRACKERS[name](out, after_step))
-        except ImportError as error:
-            raise ValueError(f"log={name!r}: {error}; install it with `pip install 'aquiline[log]'`") from None
-    return trackers
-
-
 def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
     """The known numbers of a log record with names under `prefix/`. Entry k of a list, from 1, is named NAME/k."""
     flat: dict[str, float] = {}
@@ -109,7 +75,7 @@ def flat_figures(prefix: str, record: Mapping[str, Any]) -> dict[str, float]:
 class Silent:
     """The reporter of ranks that are not the first: says and writes nothing."""
 
-    def _nothing(self, *_: object) -> None: ...
+    def _nothing(self, *_: object, **__: object) -> None: ...
 
     say = stage = advance = step = judged = close = _nothing
 
@@ -117,13 +83,19 @@ class Silent:
 class Reporter:
     """Shows a run on stderr and appends one JSON object a log step to OUT/train.jsonl.
 
-    after_step: the step from which a resumed run goes on; later log lines are dropped. None: the log starts empty."""
+    after_step: the step from which a resumed run goes on; later log lines are dropped. None: the log starts empty. log:
+    names of trackers. Raises ValueError for one whose package is not installed."""
 
     def __init__(
         self, out: Path, *, after_step: int | None = None, log: tuple[str, ...] = (), quiet: bool = False
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.trackers = open_trackers(log, out, after_step)
+        self.trackers = list[Tracker]()
+        for name in log:
+            try:
+                self.trackers.append(TRACKERS[name](out, after_step))
+            except ImportError as error:
+                raise ValueError(f"log={name!r}: {error}; install it with `pip install 'aquiline[log]'`") from None
         self.out = out
         self.console = Console(stderr=True, quiet=quiet)
         path = out / "train.jsonl"
@@ -155,16 +127,16 @@ class Reporter:
         """A step is over; `done` is the share of the budget used."""
         self.bar.update(self.task, total=1.0, completed=done, share=f"{100 * done:3.0f}%  ")
 
-    def step(self, r: StepReport) -> None:
-        """Log and show a training step."""
-        self._log("step", {"step": r.step}, r.record())
-        f = r.figures
-        text = f"step {r.step} loss {f.total:.3f} acc {_percent(f.accuracy)} expected tau {f.expected_tau:.2f} "
+    def step(self, step: int, f: StepFigures, **run: float) -> None:
+        """Log and show a training step. f: means over the steps since the line before. run: `done`, the share of the
+        budget used; `grad_norm` and `lr` of the last step; `tokens` of the whole run; `tokens_per_s`."""
+        self._log("step", {"step": step}, run | f.record())
+        text = f"step {step} loss {f.total:.3f} acc {_percent(f.accuracy)} expected tau {f.expected_tau:.2f} "
         text += "" if math.isnan(self.tau) else f"(simulated {self.tau:.2f}) "
-        text += f"{r.tokens_per_s:.0f} tok/s"
+        text += f"{run['tokens_per_s']:.0f} tok/s"
         self.bar.update(self.task, text=text)
         if not self.console.is_terminal:
-            self.say(f"{100 * r.done:5.1f}%  {text}  ETA {self._eta(r.done)}")
+            self.say(f"{100 * run['done']:5.1f}%  {text}  ETA {self._eta(run['done'])}")
 
     def judged(self, step: int, seconds: float, tokens: int, j: DraftJudgement, best_step: int) -> None:
         """Log and show a judgement on held-out text. best_step: the step whose draft is in OUT now."""
@@ -221,7 +193,7 @@ def _percent(accuracy: tuple[float, ...]) -> str:
     return "/".join(f"{100 * a:.0f}" for a in accuracy) + "%"
 
 
-def verdict(out: Path, p: RunProgress) -> str:
+def last_line(out: Path, p: RunProgress) -> str:
     """A sentence on the draft that OUT holds at the end of a run."""
     if p.step == 0:
         return f"{out} holds the draft of the start: the budget was used up before the first step; raise it"

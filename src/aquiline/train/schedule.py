@@ -1,7 +1,7 @@
 """A run's progress and end: budgets in steps, tokens, epochs and minutes, the time that a judgement takes, and signals.
 
-The learning rate follows the share of the budget that is used (weights.py), so everything but a budget in minutes
-repeats exactly.
+The learning rate follows the share of the budget that is used (master_weights.py), so everything but a budget in
+minutes repeats exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from aquiline.train.train_config import TrainConfig
@@ -74,10 +74,6 @@ class Clock:
         """Seconds since the command began, plus those of the runs that it resumes."""
         return self.earlier + time.perf_counter() - self.began
 
-    def minutes_since_save(self) -> float:
-        """Minutes since the last checkpoint, or since the command began."""
-        return (time.perf_counter() - self.saved) / 60
-
 
 class Budget:
     """When a run ends: with whichever of steps, tokens, epochs and minutes is used up first; one epoch by default."""
@@ -129,8 +125,6 @@ class StopRequest:
         # it hidden.
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{self.answer}\n".encode())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)

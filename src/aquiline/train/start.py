@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +164,7 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
 
     Raises ValueError if the config asks for another shape."""
     head = load_draft(source, target, dtype="float32", capture=target.capture, norm_feedback=config.norm_feedback)
-    for name, has in shape_of(head).items():
+    for name, has in shape_settings(head).items():
         asked = getattr(config, name)
         if asked is not None and asked != has:
             raise ValueError(f"{name}={asked}: the draft at {source} has {has}; drop the option")
@@ -178,17 +177,11 @@ def loaded_head(source: Path, target: Decoder, config: TrainConfig) -> DraftHead
     return head.train()
 
 
-def shape_of(head: DraftHead) -> dict[str, int]:
+def shape_settings(head: DraftHead) -> dict[str, int]:
     """The settings of a draft's shape, which its weights fix, as this head has them."""
     names = ("intermediate_size", "num_heads", "num_kv_heads")
     own = {name: int(getattr(head.config.model, name)) for name in names}
     return {"draft_vocab_size": head.config.draft_vocab_size} | own
-
-
-def reach_of(head: DraftHead) -> dict[str, Any]:
-    """The settings that decide how far a head can attend, window and rotary embedding, as checkpoints store them."""
-    model = head.config.model
-    return {"draft_window": model.window(0), "rope_scaling": asdict(model.rope)}
 
 
 def for_long_contexts(head: DraftHead, config: TrainConfig) -> DraftHead:

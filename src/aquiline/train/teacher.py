@@ -41,7 +41,7 @@ from aquiline.engine.model import LoadedModels, Loading, from_weights
 from aquiline.engine.score import MAX_DOCUMENTS, Scorer
 from aquiline.models.load import read_model_config, read_target, resolve
 from aquiline.text.tokenizer import load_tokenizer
-from aquiline.train.attention import PackedAttention
+from aquiline.train.pass_attention import PackedAttention
 from aquiline.types import Int32
 
 logger = logging.getLogger(__name__)
@@ -179,18 +179,13 @@ class FeatureCache:
         for file in sorted(directory.glob("*.safetensors")):
             self._open(file)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._places or key in self._waiting
-
-    @property
-    def num_documents(self) -> int:
-        """Documents whose views are there."""
+    def __len__(self) -> int:
         return len(self._places) + len(self._waiting)
 
-    def get(self, key: str) -> View:
-        """A document's view. Raises KeyError if it is not there."""
-        if key in self._waiting:
-            return self._waiting[key]
+    def get(self, key: str) -> View | None:
+        """A document's view; None if it is not there."""
+        if key not in self._places:
+            return self._waiting.get(key)
         shard, place = self._places[key]
         return View(*(shard.get_slice(name)[place] for name in View._fields))
 
@@ -254,7 +249,8 @@ class Views:
     def of(self, documents: Sequence[Int32]) -> list[View]:
         """Views of documents, in their order."""
         keys = [document_key(tokens) for tokens in documents]
-        found = {key: self.cache.get(key) for key in keys if key in self.cache} if self.cache is not None else {}
+        kept = {} if self.cache is None else {key: self.cache.get(key) for key in keys}
+        found = {key: view for key, view in kept.items() if view is not None}
         missing = {key: tokens for key, tokens in zip(keys, documents, strict=True) if key not in found}
         if missing:
             self.num_computed += sum(map(len, missing.values()))

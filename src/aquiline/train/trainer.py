@@ -21,20 +21,20 @@ import torch
 
 from aquiline.backends.torch.eagle import DraftHead, save_head
 from aquiline.errors import NumericalError
-from aquiline.train.attention import check_attention
-from aquiline.train.checkpoint import Checkpoint, Checkpoints, check_settings
+from aquiline.train.checkpoint import Checkpoint, Checkpoints, compare_settings
 from aquiline.train.distributed import World, alone, join
-from aquiline.train.estimate import announce, measured_line, plan_line, target_shape
+from aquiline.train.estimate import announce, pace_lines, target_shape
 from aquiline.train.losses import LOSSES, TAKES_ALL_ROWS
+from aquiline.train.master_weights import Weights, set_rate
+from aquiline.train.pass_attention import check_attention
 from aquiline.train.prepare import prepare
 from aquiline.train.run_figures import StepFigures, combine, mean_of
-from aquiline.train.run_report import Reporter, Silent, StepReport, verdict
+from aquiline.train.run_report import Reporter, Silent, last_line
 from aquiline.train.schedule import Budget, Clock, Pace, RunProgress, StopRequest
 from aquiline.train.simulated_tau import DraftJudgement, HeldOut
 from aquiline.train.teacher import autocast
 from aquiline.train.train_config import TrainConfig
 from aquiline.train.ttt import Objective, num_rows, plan
-from aquiline.train.weights import Weights, set_rate
 
 MAX_BAD_STEPS = 10
 MEASURED_STEPS = 5
@@ -92,7 +92,7 @@ class Trainer:
                 self.reporter.say(f"stopped after step {p.step}: {folder} is whole; go on with --resume")
             elif looked_at != p.step:
                 last = self._look()
-        self.reporter.say(verdict(self.config.out, p))
+        self.reporter.say(last_line(self.config.out, p))
         return {
             "draft": str(self.config.out), "steps": p.step, "tokens": p.tokens, "seconds": self.clock.seconds(),
             "tokens_per_s": self.pace.tokens_per_s, "is_stopped": is_cut,
@@ -109,7 +109,8 @@ class Trainer:
         """Take the first rank's clock and every rank's request to stop, so that all ranks judge, save and stop at the
         same step."""
         clock = self.clock
-        mine = (clock.seconds(), clock.look_s, float(clock.minutes_since_save() >= self.config.save_every_minutes))
+        saved_minutes = (time.perf_counter() - clock.saved) / 60
+        mine = (clock.seconds(), clock.look_s, float(saved_minutes >= self.config.save_every_minutes))
         agreed = self.world.sum((*(mine if self.world.is_first else (0.0, 0.0, 0.0)), float(self.stop.is_made)))
         self.progress.seconds, self.look_s = agreed[:2]
         self.save_due, self.is_stopped = map(bool, agreed[2:])
@@ -128,26 +129,21 @@ class Trainer:
         is_measured = is_logged or -(p.step + 1) % c.log_every < MEASURED_STEPS
         figures, norm = self._gradients(measure=is_measured)
         self.unlogged.append(figures)
-        if self._is_sound(figures.total, norm):
-            self.weights.update()
-        self.weights.clear()
+        self.weights.update(self._is_sound(figures.total, norm))
         p.step += 1
         p.tokens += figures.tokens
         self.pace.add(time.perf_counter() - start, figures.tokens)
         self._agree_on_time()
         self.reporter.advance(min(1.0, self.done()))
         if self.pace.num_steps == PACE_STEPS and self.done() < 1:
-            self._say_pace()
+            num_left = self.budget.steps_left(p, self.look_s, self.pace)
+            for line in pace_lines(self.pace, num_left, p.tokens if self.is_new and c.init is None else None):
+                self.reporter.say(line)
         if is_logged:
             lr, done = rate * self.run.settings["lr"], min(1.0, self.done())
             mean, self.unlogged = mean_of(self.unlogged), []
-            self.reporter.step(StepReport(p.step, done, mean, norm, lr, p.tokens, self.pace.tokens_per_s))
-
-    def _say_pace(self) -> None:
-        num_left = self.budget.steps_left(self.progress, self.look_s, self.pace)
-        self.reporter.say(measured_line(self.pace))
-        is_fresh = self.is_new and self.config.init is None
-        self.reporter.say(plan_line(self.pace, num_left, self.progress.tokens if is_fresh else None))
+            speed = self.pace.tokens_per_s
+            self.reporter.step(p.step, mean, done=done, grad_norm=norm, lr=lr, tokens=p.tokens, tokens_per_s=speed)
 
     def _gradients(self, *, measure: bool = True) -> tuple[StepFigures, float]:
         """Compute and clip the gradients of one step. The loss is a weighted mean over the counted rows of all batches
@@ -229,13 +225,14 @@ class Trainer:
         return folder
 
     def _restore(self, start: Checkpoint) -> None:
-        changes = check_settings(start.state["settings"], self.run.settings, self.config.may_differ)
-        for notice in changes.notices:
+        stored = start.state["settings"]
+        notices, is_judged_anew = compare_settings(stored, self.run.settings, self.config.may_differ)
+        for notice in notices:
             self.reporter.say(notice)
         self.weights.restore(start.state)
         self.progress = p = RunProgress(**start.state["progress"])
         self.clock.earlier = p.seconds
-        if changes.is_judged_anew:
+        if is_judged_anew:
             p.best_score = p.start_score = 0.0
         elif self.world.is_first and p.best_step == p.step:  # the run may have been killed before it was published
             self.checkpoints.publish(start.folder)

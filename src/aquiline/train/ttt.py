@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from aquiline.backends.torch.eagle import DraftHead
-from aquiline.train.attention import TTTAttention
 from aquiline.train.losses import HeadLoss, Loss, TargetBatch, head_loss
+from aquiline.train.pass_attention import TTTAttention
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Objective:
 
     The mean is weighted: a row whose predicted token a draft missed in serving weighs `replay`, any other row 1.
     needs_best: rows for which the target's best token is outside the draft vocabulary do not count. attention: how the
-    passes compute attention (attention.py)."""
+    passes compute attention (pass_attention.py)."""
 
     loss: Loss
     num_steps: int

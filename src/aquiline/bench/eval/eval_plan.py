@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from aquiline.bench.suite.suite_plan import BASELINE
-from aquiline.config import SAMPLING, SamplingParams
+from aquiline.config import SAMPLING, SamplingParams, check
 from aquiline.settings import setting
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, NoDraft, Static
@@ -39,16 +39,12 @@ class EvalPlan:
     def __post_init__(self) -> None:
         for name in ("num_spec_tokens", "trees", "lengths", "temperatures"):
             values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name}={list(values)}: give each value once")
-            if not values and name in ("lengths", "temperatures"):
-                raise ValueError(f"{name}=[]: needs at least one value")
+            check(len(set(values)) == len(values), name, list(values), "give each value once")
+            check(bool(values) or name in ("num_spec_tokens", "trees"), name, [], "needs at least one value")
         short = min(self.lengths)
-        if short < 2:
-            raise ValueError(f"lengths={short}: must be at least 2; the prompt's own forward gives the first token")
+        check(short >= 2, "lengths", short, "must be at least 2; the prompt's own forward gives the first token")
         for name in ("repeats", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
         names = list(self.settings)  # a shape that cannot be is refused here

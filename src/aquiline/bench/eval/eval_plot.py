@@ -7,7 +7,7 @@ from typing import Any
 
 from aquiline.bench.eval.eval_report import EvalReport
 from aquiline.bench.eval.figures import Figures
-from aquiline.bench.plots import BASE, draw_positions, look, name_positions, new_figure, save
+from aquiline.bench.plots import BASE, draw_positions, look, name_positions, new_figure, save_plot
 
 
 def plot_evaluation(report: EvalReport, path: Path) -> None:
@@ -25,7 +25,7 @@ def plot_evaluation(report: EvalReport, path: Path) -> None:
     handles, labels = grid[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"{report.facts.dataset}, {len(found.questions)} questions: {report.facts}", fontsize=10)
-    save(figure, path, "eval.json and eval.md are whole")
+    save_plot(figure, path, "eval.json and eval.md are whole")
 
 
 def _draw_lengths(speed: Any, tau: Any, groups: list[list[Figures]], looks: dict[str, dict[str, Any]]) -> None:

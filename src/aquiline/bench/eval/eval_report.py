@@ -88,7 +88,7 @@ class EvalFacts:
         )
 
 
-def name_of(dataset: str | Path) -> str:
+def dataset_name(dataset: str | Path) -> str:
     """A data set's name in results: a known name, a hub address, a known pair's own questions, or a file's name without
     its folder."""
     for name, pair in PAIRS.items():

@@ -89,5 +89,4 @@ def _unfit(result: Result, peer: Result) -> str:
         return str(void)
     if dtype not in ("server", result["model"]["dtype"]):
         return f"no result of ours on {dtype} weights"
-    reasons = differences(result, peer)
-    return "; ".join(why for why in reasons if not (dtype == "server" and why.startswith("system.")))
+    return "; ".join(differences(result, peer, is_one_machine=dtype != "server"))

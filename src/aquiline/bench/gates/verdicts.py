@@ -19,7 +19,7 @@ from aquiline.bench.gates.rules import GAP, LEVELS, SCHEMA, Gate
 from aquiline.bench.results.integrity import schema_problems, unfit
 from aquiline.bench.results.result import Result, is_dirty, is_speculative
 from aquiline.bench.results.speedups import FIGURES, Results, machine, model, speedup, tau_gaps
-from aquiline.config import cache_directory
+from aquiline.config import cache_directory, check
 from aquiline.writing import write_whole
 
 RUNS_IN_A_ROW = 3
@@ -120,8 +120,8 @@ class Streaks:
             parsed = json.loads(self.file.read_text(encoding="utf-8"))
         except ValueError:
             parsed = None
-        if schema_problems(parsed, SCHEMA["$defs"]["streaks"], "streaks"):
-            raise ValueError(f"state={str(self.file)!r}: is no file of streaks; delete it to begin anew")
+        found = schema_problems(parsed, SCHEMA["$defs"]["streaks"], "streaks")
+        check(not found, "state", str(self.file), "is no file of streaks; delete it to begin anew")
         return dict(parsed["streaks"])
 
 
@@ -234,14 +234,12 @@ def _key(results: list[Result], micro: list[Gate]) -> str:
 
 
 def _check_request(gates: list[Gate], level: str, only: tuple[str, ...], parity: Results | None) -> None:
-    if level not in (*LEVELS, "all"):
-        raise ValueError(f"level={level!r}: must be one of {', '.join(LEVELS)}, all")
+    check(level in (*LEVELS, "all"), "level", level, f"must be one of {', '.join(LEVELS)}, all")
     levels = {gate.name: gate.level for gate in gates}
     for name in only:
-        if name not in levels:
-            raise ValueError(f"only={name!r}: is no gate; there are {', '.join(levels)}")
-        if level not in (levels[name], "all"):
-            raise ValueError(f"only={name!r}: is a {levels[name]} gate; ask with --level {levels[name]}")
+        check(name in levels, "only", name, f"is no gate; there are {', '.join(levels)}")
+        own = levels[name]
+        check(level in (own, "all"), "only", name, f"is a {own} gate; ask with --level {own}")
     if parity is not None and any(result["engine"] == "aquiline" for result in parity.values()):
         raise ValueError("parity: the directory holds results of aquiline; name one of another engine's alone")
     for gate in gates if parity is not None else ():

@@ -18,7 +18,7 @@ from aquiline.bench.peers.contest import Contest
 from aquiline.bench.peers.contestants import Other, Own, PeerModel
 from aquiline.bench.peers.names import ALL_PEERS, PACKED_PEERS, QUANTISED, PeerSpec, parse_peers
 from aquiline.bench.peers.peer import Peer, PeerSetup, conversion, stored_dtype
-from aquiline.bench.peers.verdict import CHECK_TOKENS, Checked, Comparison, Standing, agreement, standing_of, void
+from aquiline.bench.peers.verdict import CHECK_TOKENS, Checked, Comparison, Standing, num_agreed, standing_of, void
 from aquiline.bench.results.intervals import rotated
 from aquiline.bench.results.result import Result, Scenario, tokens_sha256
 from aquiline.bench.theory.ceilings import GIGA
@@ -225,7 +225,7 @@ class _Contesting:
         rows = []
         for setting, own, result in zip(settings, outputs, results, strict=True):
             counts = [
-                agreement(output, base.token_ids, self.llm.models.tokenizer)
+                num_agreed(output, base.token_ids, self.llm.models.tokenizer)
                 for output, base in zip(own, outputs[0], strict=True)
             ]
             # At a temperature only our own settings can agree: other engines draw with other noise.
@@ -260,7 +260,7 @@ def check(llm: LLM, spec: PeerSpec, setup: PeerSetup, prompts: list[list[int]]) 
 
 def _num_leading(peer: Peer, prompt: list[int], expected: list[int]) -> int:
     """How many leading tokens are the expected ones."""
-    return agreement(peer.generate([prompt], len(expected), 0.0)[0], expected, None) or 0
+    return num_agreed(peer.generate([prompt], len(expected), 0.0)[0], expected, None) or 0
 
 
 def _num_next(peer: Peer, prompt: list[int], expected: list[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aquiline.bench.results.intervals import LEAST_RUNS
-from aquiline.config import SamplingParams
+from aquiline.config import SamplingParams, check
 from aquiline.settings import setting
 from aquiline.spec.drafting import Chain
 
@@ -37,8 +37,7 @@ class Contest:
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("repeats", 1), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+            check(getattr(self, name) >= least, name, getattr(self, name), f"must be at least {least}")
         for k in self.num_spec_tokens:
             Chain(k)  # refuses lengths that no chain has
         self.sampling(0)  # refuses temperatures that no request has

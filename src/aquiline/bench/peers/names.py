@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from aquiline.bench.peers.peer import Peer, PeerSetup
 from aquiline.blocks import PACKED, is_packed
-from aquiline.config import MAX_CHAIN
+from aquiline.config import MAX_CHAIN, check
 from aquiline.models.files import is_gguf
 
 QUANTISED = ("int8", "int4")
@@ -162,8 +162,7 @@ def parse_peer(text: str) -> PeerSpec:
 
     Raises ValueError naming what is wrong and what is known."""
     kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"peer={text!r}: must begin with one of {', '.join(KINDS)}")
+    check(kind in KINDS, "peer", text, f"must begin with one of {', '.join(KINDS)}")
     if kind == "openai":
         address = re.fullmatch(r"(?:eagle=(\d{1,2}):)?(https?://[^#]+#.+)", rest)
         length = int(address[1]) if address and address[1] else None

@@ -51,7 +51,7 @@ class Checked:
         return [] if min(self.counts) >= needed else [f"it computes another model: only {self} are ours"]
 
 
-def agreement(output: Output | PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
+def num_agreed(output: Output | PeerOutput, expected: list[int], tokenizer: Tokenizer | None) -> int | None:
     """How many leading tokens are the expected ones. If a server returns no ids, its text is compared with the decoded
     tokens; None if there is no text or no tokenizer."""
     if output.token_ids:
@@ -68,13 +68,13 @@ def agreement(output: Output | PeerOutput, expected: list[int], tokenizer: Token
 def void(result: Result, baseline: Result, checked: Checked | None, agreed: list[float]) -> str:
     """Why a result may not be compared; empty if it may. checked: of its kind of peer; None for our own engine, and for
     servers. agreed: how many of its leading tokens are the baseline's, for each prompt of which that is known."""
-    reasons = differences(result, baseline)
-    if result["engine"] == "aquiline":
+    is_own = result["engine"] == "aquiline"
+    reasons = differences(result, baseline, is_one_machine=is_own or checked is not None)  # a server may be anywhere
+    if is_own:
         alike = all(result["model"][name] == baseline["model"][name] for name in ("dtype", "arithmetic"))
         return "; ".join(reasons) if alike else ""
     if checked is not None:
         return "; ".join(reasons + checked.problems)
-    reasons = [reason for reason in reasons if not reason.startswith("system.")]  # a server's machine is not known here
     if agreed and min(agreed) < min(CHECK_NEEDED, result["scenario"]["new_tokens"]):
         reasons.append(f"its text is not ours: on one prompt {min(agreed):.0f} tokens agree")
     return "; ".join(reasons)

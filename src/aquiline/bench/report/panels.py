@@ -20,7 +20,7 @@ from markupsafe import Markup
 from aquiline.bench import plots
 from aquiline.bench.plots import BASE, CARD, INK, RULE, SOFT, look
 from aquiline.bench.report.report_tables import figure
-from aquiline.bench.report.sections import ReportRow, badges, by_scenario, count
+from aquiline.bench.report.sections import ReportRow, amount, badges, by_scenario
 
 BEYOND = 3.0
 """An ideal this many times above all measurements would flatten the plot; it is shown in the table only."""
@@ -100,7 +100,7 @@ def _trends(rows: list[ReportRow], across: str, fixed: str) -> list[Panel]:
     for value in sorted({row.result["scenario"][fixed] for row in rows}):
         chosen = [row for row in rows if row.result["scenario"][fixed] == value]
         if len({plot.x(row) for row in chosen}) > 1:
-            groups.append((f"{ACROSS[fixed][0]} {count(value)}", chosen))
+            groups.append((f"{ACROSS[fixed][0]} {amount(value)}", chosen))
     return draw_panels(f"Throughput by {word}", groups, draw)
 
 
@@ -109,7 +109,7 @@ def _draw_speedups(axes: Any, rows: list[ReportRow]) -> None:
         lambda row: int(row.result["setting"]["num_spec_tokens"]), lambda row: (row.ratio.value or 0.0, 0.0, 0.0),
         "ideal_speedup",
         names=(
-            lambda row: _join(f"context {count(row.result['scenario']['context_tokens'])}", row.variant),
+            lambda row: _join(f"context {amount(row.result['scenario']['context_tokens'])}", row.variant),
             lambda row: _join(row.scenario, row.variant),
             lambda row: _join(row.scenario, row.label),
         ),
@@ -182,7 +182,7 @@ def _mark_places(axes: Any, places: list[int]) -> None:
     for i in range(1, len(places)):
         if positions[i] - positions[kept[-1]] >= (positions[-1] - positions[0]) / 10:
             kept.append(i)
-    axes.set_xticks([places[i] for i in kept], [count(places[i]) for i in kept])
+    axes.set_xticks([places[i] for i in kept], [amount(places[i]) for i in kept])
     axes.minorticks_off()
 
 

@@ -101,7 +101,7 @@ def badges(rows: list[ReportRow]) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def count(tokens: int) -> str:
+def amount(tokens: int) -> str:
     """A number of tokens or sequences: 8K is 8192."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
 
@@ -196,7 +196,7 @@ def _scenarios(group: dict[str, Result]) -> dict[tuple[object, ...], str]:
     """A title for each scenario. Seed and prompts are named only if two titles would be equal without them."""
     titles = {}
     for s in (result["scenario"] for result in group.values()):
-        about = f"context {count(s['context_tokens'])}, batch {s['batch']}, {count(s['new_tokens'])} new tokens"
+        about = f"context {amount(s['context_tokens'])}, batch {s['batch']}, {amount(s['new_tokens'])} new tokens"
         titles[_asked({"scenario": s})] = f"{s['name']}: {about}"
     often = Counter(titles.values())
     return {

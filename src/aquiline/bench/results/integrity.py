@@ -50,8 +50,9 @@ def schema_problems(value: object, schema: dict[str, Any], name: str) -> list[st
     return found
 
 
-def differences(result: Result, baseline: Result) -> list[str]:
-    """Reasons why the ratio of two results means nothing; empty if it means something."""
+def differences(result: Result, baseline: Result, is_one_machine: bool = True) -> list[str]:
+    """Reasons why two results may not be compared; empty if they may. is_one_machine: whether they must be of the same
+    machine, as for a ratio of speeds."""
 
     def unequal(part: str, *names: str) -> list[str]:
         pairs = {name: (result[part].get(name), baseline[part].get(name)) for name in names}
@@ -68,7 +69,8 @@ def differences(result: Result, baseline: Result) -> list[str]:
     exact = same_engine and result["engine"] == "aquiline" and result["model"]["simulated_tau"] is None
     if exact and output["sha256"] != other["sha256"]:
         found.append("output.sha256: the texts differ")
-    return found + unequal("system", "cpu", "threads", *(("isa", "path") if same_engine else ()))
+    system = ("cpu", "threads", *(("isa", "path") if same_engine else ()))
+    return found + (unequal("system", *system) if is_one_machine else [])
 
 
 def unfit(name: str, ratio: Ratio, results: Results) -> list[str]:

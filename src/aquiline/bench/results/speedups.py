@@ -161,7 +161,7 @@ def tau_gaps(result: Result, others: Results) -> tuple[list[float], list[str]]:
     for file, other in others.items():
         if _job(other) != _job(result) or not is_speculative(other):
             continue
-        why = [reason for reason in differences(result, other) if not reason.startswith("system.")]
+        why = differences(result, other, is_one_machine=False)
         ours, theirs = (r["eagle_speculation"]["mean_acceptance_length"] for r in (result, other))
         why += [] if theirs else ["eagle_speculation.mean_acceptance_length: is 0; the engine states no tau"]
         is_measured = other["model"]["simulated_tau"] is None

@@ -7,21 +7,18 @@ older run are marked.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aquiline.bench.results import speedups
 from aquiline.bench.results.intervals import estimate
 from aquiline.bench.results.result import Result, is_dirty, is_speculative, require_published
-from aquiline.bench.results.speedups import Change, Ratio
+from aquiline.bench.results.speedups import Change, Ratio, Results
 from aquiline.bench.tables import NO_FIGURE, Table, escape, percent
 from aquiline.spec.drafting import Chain
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-Results = Mapping[str, Result]
 
 LEGEND = (
     "tok/s: decoding by the wall clock, median over the rounds [its 95 % interval]. speedup: median of the rounds' own "

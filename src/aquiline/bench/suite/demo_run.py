@@ -14,7 +14,7 @@ from typing import Any
 
 from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.data.prompts import excerpts, read_prompts
-from aquiline.bench.plots import COLORS, draw_positions, name_positions, new_figure, save
+from aquiline.bench.plots import COLORS, draw_positions, name_positions, new_figure, save_plot
 from aquiline.bench.results import intervals
 from aquiline.bench.results.intervals import Estimate, paired, rotated, spans_of
 from aquiline.bench.results.result import commit
@@ -244,7 +244,7 @@ def plot_demo(result: DemoResult, path: Path) -> None:
     _draw_acceptance(grid[0][1], result)
     sources = f"{len(result.demo.prompts)} held-out prompts, {result.system['cpu']}, {result.system['dtype']} storage"
     figure.suptitle(f"same tokens, fewer target calls: {sources}", fontsize=10)
-    save(figure, path, "Nothing is left of it")
+    save_plot(figure, path, "Nothing is left of it")
 
 
 def _draw_rates(axes: Any, result: DemoResult) -> None:

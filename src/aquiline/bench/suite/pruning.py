@@ -10,7 +10,7 @@ from statistics import median
 
 from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.results.intervals import rotated
-from aquiline.bench.suite.pruning_work import PruningWork
+from aquiline.bench.suite.suite_plan import PruningWork
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.models.known_pairs import pair_of

@@ -1,13 +1,15 @@
-"""The plan of the benchmark suite: scenarios, their profiles, and how each is measured.
+"""What bench, vocab and tune measure: scenarios with their profiles, drafts beside each other, tiles of a device.
 
-Knows no model, so that a command line can show it at once."""
+Knows no model, engine or kernel, so that a command line can show it at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from aquiline.bench.results.intervals import LEAST_RUNS
-from aquiline.config import MODEL
+from aquiline.config import MODEL, check
 from aquiline.settings import setting
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
@@ -15,6 +17,12 @@ from aquiline.spec.drafting import Chain, Drafting, NoDraft
 BASELINE = "baseline"
 SEED = 0
 """The seed of every first prompt; the next prompts have the next seeds."""
+
+Tuned = Literal["gemm", "attention", "all"]
+KINDS_OF: dict[Tuned, tuple[str, ...]] = {
+    "gemm": ("linear", "head"), "attention": ("attention",), "all": ("linear", "head", "attention"),
+}  # fmt: skip
+"""Kinds of keys (ops/triton/tile_table.py) by what is tuned."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,10 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile={self.profile!r}: must be one of {', '.join(PROFILES)}")
+        check(self.profile in PROFILES, "profile", self.profile, f"must be one of {', '.join(PROFILES)}")
         known = dict.fromkeys(load.name for load in PROFILES[self.profile])
         unknown = sorted(set(self.scenario) - set(known))
-        if unknown:
-            raise ValueError(f"scenario={unknown}: must be of {', '.join(known)}")
+        check(not unknown, "scenario", unknown, f"must be of {', '.join(known)}")
         if not self.loads:
             raise ValueError(
                 f"scenario={list(self.scenario)}: none has contexts={list(self.contexts) or None}, "
@@ -109,3 +115,33 @@ class RandomWeights:
             raise ValueError(
                 f"simulate_tau={self.simulate_tau}: goes with --random-weights; a real draft has its own tau"
             )
+
+
+@dataclass(frozen=True)
+class PruningWork:
+    """What drafts are served on; rounds: how often each of them, in turn."""
+
+    questions: Path | None = setting(
+        None, "Questions that drafts are served on, in any format of `aquiline eval`. Default: a known pair's own.",
+        "Measuring",
+    )  # fmt: skip
+    num_questions: int = setting(12, "The number of questions; 0 measures nothing.", "Measuring")
+    new_tokens: int = setting(96, "Tokens of each answer.", "Measuring")
+    rounds: int = setting(3, "Runs of each draft on each question, by turns; the median counts.", "Measuring")
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_questions", 0), ("new_tokens", 2), ("rounds", 1)):
+            check(getattr(self, name) >= least, name, getattr(self, name), f"must be at least {least}")
+
+
+@dataclass(frozen=True)
+class TuningWork:
+    """Which runs are recorded, each context beside each batch, and how much of their inventory is tuned."""
+
+    contexts: tuple[int, ...] = setting((8192,), "Prompt tokens of the recorded runs.", "Tuning", name="context")
+    batches: tuple[int, ...] = setting((1, 4), "Sequences that decode together in them.", "Tuning", name="batch")
+    top: int = setting(32, "Shapes that are tuned: those that read the most bytes.", "Tuning")
+
+    def __post_init__(self) -> None:
+        for name, values in (("context", self.contexts), ("batch", self.batches), ("top", (self.top,))):
+            check(bool(values) and min(values) >= 1, name, values, "must be at least 1 each")

@@ -11,7 +11,7 @@ import triton
 
 from aquiline.backends.gpu.gpu_backend import GpuBackend
 from aquiline.bench.data.prompts import text_prompts
-from aquiline.bench.suite.tuning_work import TuningWork
+from aquiline.bench.suite.suite_plan import TuningWork
 from aquiline.config import EngineConfig, PairConfig, SamplingParams
 from aquiline.engine.llm import LLM
 from aquiline.ops.triton.tile_table import TileKey, TileTable, file_of

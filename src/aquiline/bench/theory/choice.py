@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from aquiline.config import check
 from aquiline.settings import setting
 from aquiline.spec.drafting import Chain
 
@@ -78,12 +79,9 @@ class Grid:
     ranks: int = setting(1, "Processes that share the target: what they send each other in a step is printed.")
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"ranks={self.ranks}: must be at least 1")
-        for name, values in (("context", self.contexts), ("batch", self.batches)):
+        for name, values in (("ranks", (self.ranks,)), ("context", self.contexts), ("batch", self.batches)):
             for value in values:
-                if value < 1:
-                    raise ValueError(f"{name}={value}: must be at least 1")
+                check(value >= 1, name, value, "must be at least 1")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap={self.overlap:g}: must be between 0 (independent rows) and 1 (the same experts)")
         Chain(max(self.chains))

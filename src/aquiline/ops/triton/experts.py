@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from aquiline.ops.triton.activation import KINDS, activated
+from aquiline.ops.triton.expert_routing import group_kernel, route_kernel
 from aquiline.ops.triton.launch import Launch, check_float32, check_floats, check_integers, size_of
 from aquiline.ops.triton.linear import LinearTiles
 from aquiline.ops.triton.mxfp4 import BLOCK_BYTES, BLOCK_INPUTS, packed_product
 from aquiline.ops.triton.products import TILE_ROWS, operand_dtype
-from aquiline.ops.triton.routing import group_kernel, route_kernel
 
 EXPERT_TILES = LinearTiles(block_n=32, block_k=64)
 """Tiles of an expert's linears. Not measured."""

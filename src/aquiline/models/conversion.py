@@ -34,7 +34,7 @@ from aquiline.models.formats import (
     vocabulary_mask,
     write_files,
 )
-from aquiline.models.gguf.draft import PROVENANCE, GGUFDraft
+from aquiline.models.gguf.draft_file import PROVENANCE, GGUFDraft
 from aquiline.models.json_fields import Raw
 from aquiline.models.known_pairs import draft_of
 from aquiline.models.load import read_model_config

@@ -211,17 +211,14 @@ class Weights:
         self.world.reduce(self.trained)
         return float(gathered(nn.utils.clip_grad_norm_(self.trained, limit)))
 
-    def update(self) -> None:
-        """One step of the optimisers."""
+    def update(self, is_sound: bool = True) -> None:
+        """One step of the optimisers, if the gradients are sound; then the gradients are zero."""
         for optimizer in self.optimizers:
-            optimizer.step()
-        if self.average is not None:
-            self.average.update()
-
-    def clear(self) -> None:
-        """Set the gradients to zero."""
-        for optimizer in self.optimizers:
+            if is_sound:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+        if is_sound and self.average is not None:
+            self.average.update()
 
     def served(self) -> DraftHead:
         """The head as it would be saved, with averaged weights if an average is kept. Shares memory with the weights in

@@ -210,11 +210,6 @@ class StepKeys:
     step: int
     window: int
 
-    @property
-    def num_keys(self) -> int:
-        """T + step * N."""
-        return self.document.shape[1] + self.step * len(self.rows)
-
     def sees(self, b: Tensor, row: Tensor, key: Tensor) -> Tensor:
         """Whether rows see keys: bool, for batch entries b, rows (numbers within the pass) and keys whose shapes
         broadcast."""
@@ -227,10 +222,10 @@ class StepKeys:
 
     def mask(self) -> Tensor:
         """bool [B, N, T + step * N]."""
-        device = self.document.device
+        device, num_keys = self.document.device, self.document.shape[1] + self.step * len(self.rows)
         b = torch.arange(len(self.document), device=device)[:, None, None]
         row = torch.arange(len(self.rows), device=device)[:, None]
-        return self.sees(b, row, torch.arange(self.num_keys, device=device))
+        return self.sees(b, row, torch.arange(num_keys, device=device))
 
 
 def full_attention(kind: str, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: StepKeys) -> Tensor:
