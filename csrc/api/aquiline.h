@@ -37,6 +37,7 @@ typedef struct {
   AqLinear qkv, o;
   const float *q_norm, *k_norm;    // [head_dim] or NULL
   const float* sinks;              // [num_heads] or NULL: a logit that joins the softmax denominator
+  const float* key_shift;          // [num_kv_heads, head_dim] or NULL: rotated keys in int8 are stored less this
   int32_t window;                  // 0: none
 } AqAttention;
 
