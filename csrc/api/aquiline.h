@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x6b3b854cu
+#define AQ_ABI 0x84a2e998u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
