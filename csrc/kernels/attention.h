@@ -45,7 +45,7 @@ static void fold(const State& s, const State& later, int queries, int dim) {
   }
 }
 
-// The sink of a head for one row: keys that are stored less a shift lower every score by query * shift, and so the sink.
+// The sink of a head for one row. Where keys are stored less a shift, every score lacks query * shift, and so must it.
 static float sink_of(const AttentionJob& job, int row, int head) {
   if (job.key_shift == nullptr) return job.sinks[head];
   const int dim = job.kv->head_dim, kv_head = head / (job.num_heads / job.kv->num_kv_heads);

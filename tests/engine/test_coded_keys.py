@@ -48,7 +48,7 @@ def coded_llm(name: str = "dense", max_batch: int = 3, row_budget: int = 48, **s
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_drafter_gives_the_baseline(name: str) -> None:
-    """Chains and trees, whose kept paths move; targets with windows, sinks, biased keys, and norms of queries and keys."""
+    """Chains and trees, whose kept paths move; targets with windows, sinks, biased keys, norms of queries and keys."""
     sampling = SAMPLINGS["sampled"]
     llm = coded_llm(name)
     assert llm.models.pair.kv_dtype == "int8"
