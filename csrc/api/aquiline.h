@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x6b3b854cu
+#define AQ_ABI 0x84a2e998u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -37,6 +37,7 @@ typedef struct {
   AqLinear qkv, o;
   const float *q_norm, *k_norm;    // [head_dim] or NULL
   const float* sinks;              // [num_heads] or NULL: a logit that joins the softmax denominator
+  const float* key_shift;          // [num_kv_heads, head_dim] or NULL: rotated keys in int8 are stored less this
   int32_t window;                  // 0: none
 } AqAttention;
 

@@ -67,6 +67,7 @@ int check_attention(const AqModel& m, const AqAttention& attention) {
   AQ_TRY(check_optional("q_norm", attention.q_norm));
   AQ_TRY(check_optional("k_norm", attention.k_norm));
   AQ_TRY(check_optional("sinks", attention.sinks));
+  AQ_TRY(check_optional("key_shift", attention.key_shift));
   AQ_REQUIRE(attention.window >= 0, "window=%d: must be at least 0 (none)", attention.window);
   return 0;
 }

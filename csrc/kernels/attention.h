@@ -45,12 +45,25 @@ static void fold(const State& s, const State& later, int queries, int dim) {
   }
 }
 
-// Writes one query's result at element `at` of the output.
-static void finish(const AttentionJob& job, const State& s, int dim, const float* sink, size_t at) {
-  if (sink != nullptr) {  // a logit without a value
-    const float top = *sink > *s.maximum ? *sink : *s.maximum;
+// The sink of a head for one row. Where keys are stored less a shift, every score lacks query * shift, and so must it.
+static float sink_of(const AttentionJob& job, int row, int head) {
+  if (job.key_shift == nullptr) return job.sinks[head];
+  const int dim = job.kv->head_dim, kv_head = head / (job.num_heads / job.kv->num_kv_heads);
+  const float* q = job.q + (size_t)row * job.q_stride + (size_t)head * dim;
+  const float* shift = job.key_shift + (size_t)kv_head * dim;
+  Vec sum = zero();
+  for (int d = 0; d < dim; d += 16) sum = fma(load(q + d), load(shift + d), sum);
+  return job.sinks[head] - sum_lanes(sum) * job.scale;
+}
+
+// Writes the result of a row and head.
+static void finish(const AttentionJob& job, const State& s, int dim, int row, int head) {
+  const size_t at = ((size_t)row * job.num_heads + head) * dim;
+  if (job.sinks != nullptr) {  // a logit without a value
+    const float sink = sink_of(job, row, head);
+    const float top = sink > *s.maximum ? sink : *s.maximum;
     const float a = exp1(*s.maximum - top);
-    *s.sum = *s.sum * a + exp1(*sink - top);
+    *s.sum = *s.sum * a + exp1(sink - top);
     for (int d = 0; d < dim; d += 16) store(s.accumulator + d, mul(load(s.accumulator + d), set1(a)));
   }
   for (int d = 0; d < dim; d += 16) {
@@ -219,9 +232,7 @@ struct TileWork {
       fold(total, span_state, queries, dim);
     }
     for (int i = 0; i < queries; i++) {
-      const int h = head * group + i % group;
-      finish(job, offset(total, i, dim), dim, job.sinks == nullptr ? nullptr : job.sinks + h,
-             ((size_t)(tile.row + i / group) * job.num_heads + h) * dim);
+      finish(job, offset(total, i, dim), dim, tile.row + i / group, head * group + i % group);
     }
   }
 
@@ -258,8 +269,7 @@ static void merge_parts(const AttentionJob& job, int row, int head, BlockRange b
     for (int later = block + (int)span.maximum[2]; later < next; later++) fold(span, state_at(later), 1, dim);
     fold(total, span, 1, dim);
   }
-  finish(job, total, dim, job.sinks == nullptr ? nullptr : job.sinks + head,
-         ((size_t)row * job.num_heads + head) * dim);
+  finish(job, total, dim, row, head);
 }
 
 // Merges the items that are cut, of each of them this worker's part.

@@ -97,6 +97,11 @@ static void enter(const Worker& worker, const ForwardJob& job) {
   worker.barrier();
 }
 
+// What the keys of a layer are stored less: nothing where they are floats.
+static const float* key_shift_of(const ForwardJob& job, const AqLayer& layer) {
+  return job.kv->k_scales == nullptr ? nullptr : layer.attention.key_shift;
+}
+
 // Norms and rotates one head of qkv. A key head is also written to the cache, together with its value head.
 static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, int row, int head) {
   const AqModel& model = *job.model;
@@ -107,7 +112,10 @@ static void finish_head(const ForwardJob& job, const AqLayer& layer, int index, 
   const bool is_local = model.local_inv_freq != nullptr && layer.attention.window > 0;
   const size_t angles = ((size_t)row + (is_local ? job.rows->num_rows : 0)) * half;
   rotate(x, job.cosine + angles, job.sine + angles, half);
-  if (kv_head >= 0) store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
+  if (kv_head < 0) return;
+  if (const float* shift = key_shift_of(job, layer); shift != nullptr)
+    for (int d = 0; d < dim; d += 16) store(x + d, sub(load(x + d), load(shift + (size_t)kv_head * dim + d)));
+  store_key(*job.kv, index, kv_head, *job.rows, row, x, x + (size_t)model.num_kv_heads * dim);
 }
 
 // Computes, from the normed input, the attention of kv heads `mine` and of the query heads that read them.
@@ -212,6 +220,7 @@ static void forward(const Worker& worker, const ForwardJob& job) {
   for (int index = 0; index < model.num_layers; index++) {
     const AqLayer& layer = model.layers[index];
     attend.layer = index, attend.window = layer.attention.window, attend.sinks = layer.attention.sinks;
+    attend.key_shift = key_shift_of(job, layer);
     attend.is_rounded = takes_rounded(layer.attention.o.dtype);
     attend.is_dot = attend.is_rounded && holds_rounded(job.kv->dtype);
     const void* normed = job.normed;

@@ -102,7 +102,7 @@ struct AttentionJob {
   const float* q;  // [R, q_stride], heads first
   void* out;       // [R, num_heads * head_dim], float or, if is_rounded, Rounded
   bool is_rounded, is_dot;  // is_dot: in the second arithmetic
-  const float* sinks;
+  const float *sinks, *key_shift;  // key_shift: as in AqAttention, NULL for keys in floats
   int layer, num_heads, q_stride, window;
   float scale;
   const Tile* tiles;

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.conftest import GEMMA, TINY, engine_config, from_modules, needs_native, round_to, tiny_pair
 from tests.engine.driving import words
 from tests.engine.storage import fill
@@ -25,7 +27,10 @@ __all__ = ["restored_isa"]
 pytestmark = needs_native
 
 GOLDEN = Path(__file__).with_name("golden_coded_keys.json")
-CONFIGS = {"dense": TINY, "gemma": replace(TINY, **GEMMA), "sinks": replace(TINY, sinks=True, windows=(24, 0) * 2)}
+CONFIGS = {
+    "dense": TINY, "gemma": replace(TINY, **GEMMA),
+    "sinks": replace(TINY, sinks=True, windows=(24, 0) * 2, qkv_bias=True, o_bias=True, mlp_bias=True),
+}  # fmt: skip
 
 
 @lru_cache
@@ -43,7 +48,7 @@ def coded_llm(name: str = "dense", max_batch: int = 3, row_budget: int = 48, **s
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_drafter_gives_the_baseline(name: str) -> None:
-    """Chains and trees, whose kept paths move; targets with windows, sinks and norms of queries and keys."""
+    """Chains and trees, whose kept paths move; targets with windows, sinks, biased keys, norms of queries and keys."""
     sampling = SAMPLINGS["sampled"]
     llm = coded_llm(name)
     assert llm.models.pair.kv_dtype == "int8"
@@ -77,6 +82,29 @@ def test_cached_pages_bring_their_scales() -> None:
             prompt = [*output.prompt_ids, *output.token_ids, *words(5, turn)]
         texts.append(prompt)
         assert (result.summary.counters.num_prefix_hits > 0) == caches
+    assert texts[0] == texts[1]
+
+
+@given(
+    st.sampled_from(list(CONFIGS)), st.lists(st.integers(1, 70), min_size=1, max_size=4), st.sampled_from(list(SPECS)),
+    st.sampled_from((16, 32, 64)), st.integers(1, 5), st.integers(1, 64), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_random_conversations(
+    name: str, lengths: list[int], way: str, page_size: int, max_batch: int, row_budget: int, seed: int
+) -> None:
+    """Two turns of several conversations that share a beginning. The second turn begins with cached pages, whose keys
+    were moved there with kept paths; all windows, sinks and ways to draft, storage whose scales begin as NaN."""
+    sampling = SamplingParams(max_tokens=20, temperature=0.8, seed=seed, ignore_eos=True)
+    texts = []
+    for drafting, caches in ((BASELINE, False), (SPECS[way], True)):
+        llm = coded_llm(name, max_batch, row_budget, page_size=page_size, prefix_cache=caches)
+        fill(llm, float("nan"))
+        batch = [[*words(40, seed), *words(length, i)] for i, length in enumerate(lengths)]
+        for turn in range(2):
+            outputs = llm.run(batch, sampling, drafting=drafting).outputs
+            batch = [[*o.prompt_ids, *o.token_ids, *words(5, turn)] for o in outputs]
+        texts.append(batch)
     assert texts[0] == texts[1]
 
 

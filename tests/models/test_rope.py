@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from aquiline.backends.torch import reference as ops
 from aquiline.models.model_config import RopeConfig
 from aquiline.models.rope import rotary
 
@@ -63,3 +64,13 @@ def test_equals_transformers(kind: str, theta: float, parameters: dict[str, floa
 def test_unknown_scheme() -> None:
     with pytest.raises(ValueError, match="dynamic"):
         rotary(RopeConfig(kind="dynamic"), 64, 1024)
+
+
+@pytest.mark.parametrize(("kind", "theta", "parameters", "head_dim"), CASES[1:6:4])
+def test_mean_over_positions(kind: str, theta: float, parameters: dict[str, Any], head_dim: int) -> None:
+    """The series against vectors that are rotated one position after the other."""
+    rope = rotary(RopeConfig(theta, kind, parameters), head_dim, 131072)
+    heads = np.random.default_rng(0).normal(size=(3, head_dim)).astype(np.float32)
+    cos, sin = ops.rope_cos_sin(torch.arange(8192), torch.from_numpy(rope.inv_freq), rope.scale)
+    rotated = ops.rope(torch.from_numpy(heads).expand(8192, 3, head_dim), cos, sin)
+    np.testing.assert_allclose(rope.mean_of(heads, 8192), rotated.double().mean(0), rtol=0, atol=1e-4)

@@ -92,6 +92,7 @@ FIELDS: dict[type[ctypes.Structure], dict[str, Size]] = {
         "q_norm": lambda _, model: model.head_dim * WORD,
         "k_norm": lambda _, model: model.head_dim * WORD,
         "sinks": lambda _, model: model.num_heads * WORD,
+        "key_shift": lambda _, model: model.num_kv_heads * model.head_dim * WORD,
     },
     AqLayer: {
         name: lambda _, model: model.hidden * WORD

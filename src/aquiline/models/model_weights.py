@@ -13,7 +13,10 @@ import numpy as np
 from aquiline.blocks import Array, Parts
 from aquiline.models.model_config import DraftConfig, ModelConfig
 from aquiline.models.rope import Rotary, rotary
-from aquiline.types import Int64
+from aquiline.types import Float32, Int64
+
+SHIFT_POSITIONS = 8192
+"""Positions over which a key's bias is averaged: longer texts still find slow channels near their mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,20 @@ class ModelWeights:
         """The same for layers with a window, where they have a rotation of their own."""
         local = self.config.local_rope
         return None if local is None else rotary(local, self.config.head_dim, self.config.max_positions)
+
+    def key_shift(self, attention: AttentionWeights) -> Float32 | None:
+        """What the rotated keys [Hkv, Dh] of a layer have in common by their bias: its mean over the first positions.
+
+        A vector that all keys of a head are stored without lowers a query's scores alike, so that the softmax stays as
+        it is; codes of eight bits then need not reach as far as the bias. None where keys have no bias or are normed
+        after it, and for a draft, whose bias may change while its keys stay in their pages."""
+        if attention.qkv_bias is None or attention.k_norm is not None or self.is_draft:
+            return None
+        config, local = self.config, self.local_rotary
+        first, count = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        bias = attention.qkv_bias[first : first + count].astype(np.float32).reshape(-1, config.head_dim)
+        rope = self.rotary if local is None or not attention.window else local
+        return rope.mean_of(bias, min(config.max_positions, SHIFT_POSITIONS))
 
     def named(self) -> Iterator[tuple[str, Parts | Array]]:
         """Every weight with its name in its block, layer by layer. Shared weights are given for each use."""

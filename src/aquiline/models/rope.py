@@ -21,6 +21,16 @@ class Rotary:
     inv_freq: Float32
     scale: float
 
+    def mean_of(self, heads: Float32, num_positions: int) -> Float32:
+        """The mean of vectors [n, Dh] rotated to the first positions, summed as a geometric series."""
+        cos, sin = [], []
+        for freq in map(float, self.inv_freq):
+            length = math.sin(num_positions * freq / 2) / (num_positions * math.sin(freq / 2)) * self.scale
+            cos.append(length * math.cos((num_positions - 1) * freq / 2))
+            sin.append(length * math.sin((num_positions - 1) * freq / 2))
+        first, second = np.split(heads.astype(np.float64), 2, axis=1)
+        return np.hstack((first * cos - second * sin, second * cos + first * sin)).astype(np.float32)
+
 
 def rotary(config: RopeConfig, head_dim: int, max_positions: int) -> Rotary:
     """Inverse frequencies for a RopeConfig. Source: transformers 5.23 modeling_rope_utils, the named schemes.

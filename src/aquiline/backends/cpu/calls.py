@@ -125,7 +125,7 @@ class NativeModel:
     def _describe(self, weights: ModelWeights) -> AqModel:
         config, rotary, local = weights.config, weights.rotary, weights.local_rotary
         head = self._pack("head", weights.head)  # the largest comes first, where little is in memory yet
-        layers = (AqLayer * len(weights.layers))(*(self._layer(layer, config) for layer in weights.layers))
+        layers = (AqLayer * len(weights.layers))(*(self._layer(layer, weights) for layer in weights.layers))
         embed_at, embed_dtype, vocab = self._embedding(weights.embed)
         capture = np.asarray(weights.capture, np.int32)
         self._kept += [layers, capture]
@@ -155,17 +155,17 @@ class NativeModel:
             capture=capture.ctypes.data,
         )
 
-    def _layer(self, weights: LayerWeights, config: ModelConfig) -> AqLayer:
+    def _layer(self, weights: LayerWeights, model: ModelWeights) -> AqLayer:
         names = ("input_norm", "post_norm", "hidden_norm", "attention_out_norm", "mlp_out_norm")
         norms = {name: self._floats(getattr(weights, name)) for name in names}
-        layer = AqLayer(self._attention(weights.attention), self._mlp(weights.mlp, config), **norms)
+        layer = AqLayer(self._attention(weights.attention, model), self._mlp(weights.mlp, model.config), **norms)
         give_back()  # what was read to be packed
         return layer
 
-    def _attention(self, weights: AttentionWeights) -> AqAttention:
+    def _attention(self, weights: AttentionWeights, model: ModelWeights) -> AqAttention:
         qkv, o = self._pack("qkv", weights.qkv, weights.qkv_bias), self._pack("o", weights.o, weights.o_bias)
         floats = {name: self._floats(getattr(weights, name)) for name in ("q_norm", "k_norm", "sinks")}
-        return AqAttention(qkv, o, **floats, window=weights.window)
+        return AqAttention(qkv, o, **floats, key_shift=self._floats(model.key_shift(weights)), window=weights.window)
 
     def _mlp(self, weights: DenseWeights | MoeWeights, config: ModelConfig) -> AqMlp:
         activation = native.ACTIVATIONS.index(config.activation), config.activation_limit

@@ -51,7 +51,7 @@ class AqAttention(Structure):
     _fields_ = [
         ("qkv", AqLinear),
         ("o", AqLinear),
-        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "key_shift")),
         ("window", c_int32),
     ]
 

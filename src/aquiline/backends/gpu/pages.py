@@ -47,8 +47,10 @@ class GpuPages(TorchPages):
     """Pages whose layers are [places, Hkv, Dh] each. full: the rotation of layers without a window; local: of those
     with one."""
 
-    def __init__(self, config: ModelConfig, state: SlotState, dtype: torch.dtype) -> None:
-        super().__init__(config, state, dtype)
+    def __init__(
+        self, config: ModelConfig, state: SlotState, dtype: torch.dtype, key_shifts: Tensor | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(config, state, dtype, key_shifts)
         self.full = self._rotation(config.rope)
         self.local = self.full if config.local_rope is None else self._rotation(config.local_rope)
 

@@ -58,12 +58,12 @@ class TorchBackend:
 
     def __init__(
         self, decoder: TargetModel, head: DraftModel | None, kv_dtype: torch.dtype, state: SlotState,
-        newest: Callable[[], DraftModel | None] = lambda: None,
+        newest: Callable[[], DraftModel | None] = lambda: None, key_shifts: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """newest: the draft model that the pair has now, where it may be replaced."""
+        """newest: the draft model that the pair has now, where it may be replaced. key_shifts: see TorchPages."""
         self.decoder, self.state, self.sizes, self.device = decoder, state, state.sizes, state.device
         self._newest = newest
-        self.storage = self.pages(decoder.config, self.state, kv_dtype)
+        self.storage = self.pages(decoder.config, self.state, kv_dtype, key_shifts)
         self._draft: Draft | None = None
         self._guesses: list[tuple[list[int], ChainGuesses]] = []  # of the step that was drafted last
         if head is not None:

@@ -20,12 +20,16 @@ from aquiline.models.model_config import ModelConfig
 
 class TorchPages:
     """Keys and values of one model: k and v [L, places, Hkv, Dh], place = page * page_size + offset. In torch.int8 they
-    are codes, and k_scales and v_scales [L, places, Hkv] what these are multiplied by."""
+    are codes, and k_scales and v_scales [L, places, Hkv] what these are multiplied by; keys are then stored less
+    key_shifts [L, Hkv, Dh], if there are any."""
 
-    def __init__(self, config: ModelConfig, state: SlotState, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, state: SlotState, dtype: torch.dtype, key_shifts: Tensor | None = None
+    ) -> None:  # fmt: skip
         self.config, self.state, device = config, state, state.device
         shape = config.num_layers, state.scratch + 1, config.num_kv_heads, config.head_dim
         self.in_codes = dtype == torch.int8
+        self.key_shifts = key_shifts if self.in_codes else None
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         scales = shape[:3] if self.in_codes else (0, 0)
         self.k_scales, self.v_scales = (torch.zeros(scales, device=device) for _ in range(2))
@@ -36,6 +40,7 @@ class TorchPages:
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [n, Hkv, Dh] at places [n] of a layer, rounded to the dtype."""
+        k = k if self.key_shifts is None else k - self.key_shifts[layer]
         for values, stored, scales in ((k, self.k, self.k_scales), (v, self.v, self.v_scales)):
             if self.in_codes:
                 values, scales[layer, places] = ops.head_codes(values.float())
@@ -104,6 +109,8 @@ class PagedAttention:
             visible = visible & (block.key_order[:, None] > block.order[..., None] - window)
         visible = visible[:, None, :, None]
         column = None if sinks is None else sinks.float().view(heads, 1, -1, 1).expand(b, heads, n, -1, 1)
+        if column is not None and self.storage.key_shifts is not None:  # lowered as every score is
+            column = column - (grouped @ self.storage.key_shifts[layer][:, None, :, None]) * scale
         if self.storage.in_codes:
             grouped, own = ops.head_codes(grouped)
             k_scales, v_scales = (

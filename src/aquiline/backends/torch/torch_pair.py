@@ -17,6 +17,7 @@ from aquiline.backends.torch.torch_backend import TorchBackend
 from aquiline.models.model_weights import DraftWeights, ModelWeights
 from aquiline.ops.control_groups import free_memory
 from aquiline.ops.quantise import LINEARS, QUANTISED
+from aquiline.ops.torch_arrays import tensor_of
 from aquiline.spec.match_events import MatchEvents
 from aquiline.spec.text_index import SuffixIndex
 
@@ -58,6 +59,9 @@ class TorchPair:
         self._draft_dtype = draft_dtype or dtype
         self.target, self.draft = target.config, None if draft is None else draft.config
         own = share.target(target)
+        shifts = [own.key_shift(layer.attention) for layer in own.layers]
+        found = [tensor_of(shift) for shift in shifts if shift is not None]  # of all layers, or of none
+        self._key_shifts = torch.stack(found).to(device) if found else None
         self.decoder = Decoder.of(own, ranks).float().to(device)
         if draft is not None:
             draft = share.draft(draft, target, own)
@@ -80,7 +84,9 @@ class TorchPair:
 
     def open(self, sizes: Sizes) -> Backend:  # noqa: D102
         state = SlotState(sizes, self.decoder.embed.device)
-        return TorchBackend(self.decoder, self.head, KV_DTYPES[self.kv_dtype], state, lambda: self.head)
+        return TorchBackend(
+            self.decoder, self.head, KV_DTYPES[self.kv_dtype], state, lambda: self.head, self._key_shifts
+        )
 
     def new_index(self, min_length: int, events: MatchEvents) -> SuffixIndex:  # noqa: D102
         return SuffixIndex(min_length, events)
