@@ -94,10 +94,18 @@ size_t padded_vocab(int vocab) { return ((size_t)vocab + 63) / 64 * 64; }
 
 constexpr int64_t kCutFrom = 1 << 17;  // products of queries and keys, from which on cutting tiles is worth a barrier
 
+// How many tiles `rows` rows of one slot are cut into. Workers without heads of their own take tiles in turn, and all
+// take as many.
+int count_tiles(int rows, int num_heads, int kv_heads) {
+  const int tile_rows = kTileQueries / (num_heads / kv_heads), threads = num_threads();
+  const int count = (rows + tile_rows - 1) / tile_rows;
+  if (kv_heads % threads == 0 || count * kv_heads < 4 * threads) return count;
+  return std::min(rows, (count + threads - 1) / threads * threads);
+}
+
 // Fills a job: the tiles of rows, whether they are cut between workers, and the memory for partial results.
 int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJob* job) {
   Engine& e = engine();
-  const int tile_rows = kTileQueries / (num_heads / kv.num_kv_heads);
   e.tiles.clear();
   int high = 0;
   int64_t work = 0;
@@ -107,7 +115,8 @@ int plan_attention(const AqKV& kv, const AqRows& rows, int num_heads, AttentionJ
   }
   for (int r = 0, end; r < rows.num_rows; r = end) {
     for (end = r + 1; end < rows.num_rows && rows.slots[end] == rows.slots[r];) end++;
-    for (int count = (end - r + tile_rows - 1) / tile_rows, i = 0; i < count; i++) {
+    const int count = count_tiles(end - r, num_heads, kv.num_kv_heads);
+    for (int i = 0; i < count; i++) {
       const int first = r + (end - r) * i / count;
       e.tiles.push_back({first, r + (end - r) * (i + 1) / count - first});
     }

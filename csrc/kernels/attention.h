@@ -98,6 +98,7 @@ struct TileWork {
   S* gathered;  // [kGroups][dim][16]
   Pair* paired;  // keys, then values of a block in pairs
   State span_state, total;
+  int common_from = 0, common_to = 1 << 30;  // positions of the context that every row sees
 
   TileWork(const AttentionJob& j, const aq::Tile& t, int kv_head, float* workspace)
       : job(j),
@@ -118,6 +119,9 @@ struct TileWork {
     total = State{rest, rest + kTileQueries, rest + 2 * kTileQueries};
     paired = (Pair*)(rest + (size_t)kTileQueries * (dim + 2));
     for (int r = 0; r < t.num_rows; r++) {
+      const Path own = path(r);
+      common_from = own.low > common_from ? own.low : common_from;
+      common_to = own.context_len < common_to ? own.context_len : common_to;
       const float* from = j.q + (size_t)(t.row + r) * j.q_stride + (size_t)kv_head * group * dim;
       const size_t at = (size_t)r * group * dim;
       if constexpr (kIsCoded) {
@@ -145,6 +149,7 @@ struct TileWork {
   }
 
   void run_block(int block) {
+    if (common_from <= block && block + AQ_BLOCK <= common_to) return run_common(block);
     for (int r = 0; r < tile.num_rows;) {
       int end = r;
       while (end < tile.num_rows && is_in_place(end, block)) end++;
@@ -152,6 +157,15 @@ struct TileWork {
       else run_gathered(block, end++);
       r = end;
     }
+  }
+
+  // A block that every row sees all of, in the context.
+  void run_common(int block) {
+    Keys<S> keys;
+    keys.from = 0, keys.to = AQ_BLOCK;
+    const int next = block + 2 * AQ_BLOCK <= common_to ? block + AQ_BLOCK : block;
+    read_in_place(pages, block, keys.from, keys.to, next, &keys);
+    update(0, tile.num_rows, keys, block);
   }
 
   void run_gathered(int block, int row) {

@@ -79,12 +79,6 @@ AQ_INLINE void coded_scores(const CodedQueries& q, int query, int dim, const Key
   }
 }
 
-// The lanes of group g that a query sees, if it sees positions [from, to) of the block.
-AQ_INLINE Vec visible(int g, int from, int to, Vec yes, Vec no) {
-  const Vec position = add(to_float(iota()), set1(16.0f * g));
-  return select(both(less(position, set1((float)to)), less(set1((float)from - 1.0f), position)), yes, no);
-}
-
 // The maximum of those of one query's 64 scores that it sees.
 template <bool kIsWhole> AQ_INLINE float coded_maximum(const float* p, int from, int to) {
   Vec s[kGroups];
@@ -102,8 +96,11 @@ AQ_INLINE bool coded_products(float* p, const Keys<Code>& keys, int from, int to
                               float* most) {
   Vec e[kGroups], product[kGroups];
 #pragma GCC unroll 4
+  for (int g = 0; g < kGroups; g++) e[g] = sub(load(p + g * 16), set1(maximum));
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; g += kExps) exp_below<kExps>(e + g);
+#pragma GCC unroll 4
   for (int g = 0; g < kGroups; g++) {
-    e[g] = exp(sub(load(p + g * 16), set1(maximum)));
     if (kIsWhole) {
       product[g] = mul(e[g], load(keys.v_scales[g]));
     } else {

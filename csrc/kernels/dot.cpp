@@ -22,7 +22,7 @@ AQ_INLINE Vec exp2_coarse(Vec x) {
 }
 
 // weigh_scores of attention_block.h: the weights are rounded, in the memory of the scores.
-AQ_INLINE float weigh_scores(float* p, float maximum, float scale, Pair* weights) {
+AQ_INLINE Vec weigh_scores(float* p, float maximum, float scale, Pair* weights) {
   constexpr float kLog2E = 1.44269504f;
   const Vec factor = set1(scale * kLog2E), top = set1(-maximum * kLog2E);
   Vec s[aq::kGroups];
@@ -31,7 +31,7 @@ AQ_INLINE float weigh_scores(float* p, float maximum, float scale, Pair* weights
     s[g] = exp2_coarse(fma(load(p + g * 16), factor, top));
     store_rounded(weights + g * 8, s[g]);
   }
-  return sum_lanes(add(add(s[0], s[1]), add(s[2], s[3])));
+  return add(add(s[0], s[1]), add(s[2], s[3]));
 }
 
 // values_at of attention_block.h: two positions at once.

@@ -26,6 +26,31 @@ AQ_INLINE Vec exp(Vec x) {
   return select(less(x, set1(88.72284f)), p, add(x, set1(kInfinity)));
 }
 
+// The same bits for an x that is not above 0, or a NaN, of COUNT vectors step by step: a CPU looks too few operations
+// ahead to find work in the next exponential while one waits for its own results.
+template <int COUNT> AQ_INLINE void exp_below(Vec* x) {
+#define AQ_EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; i++)
+  const Vec magic =
+      set1(-12582912.0f);  // t has the other sign: max(NaN, magic) is magic, which leaves a NaN p as it is
+  Vec t[COUNT], n[COUNT], r[COUNT], p[COUNT];
+  AQ_EACH t[i] = fma(x[i], set1(-1.44269504f), magic);
+  AQ_EACH n[i] = sub(magic, t[i]);
+  AQ_EACH r[i] = fma(n[i], set1(-0.693359375f), x[i]);
+  AQ_EACH r[i] = fma(n[i], set1(2.12194440e-4f), r[i]);
+  AQ_EACH t[i] = as_float(shl<23>(as_int(max(t[i], magic))));
+  AQ_EACH p[i] = fma(set1(1.9875691500e-4f), r[i], set1(1.3981999507e-3f));
+  AQ_EACH n[i] = mul(r[i], r[i]);
+  AQ_EACH p[i] = fma(p[i], r[i], set1(8.3334519073e-3f));
+  AQ_EACH p[i] = fma(p[i], r[i], set1(4.1665795894e-2f));
+  AQ_EACH p[i] = fma(p[i], r[i], set1(1.6666665459e-1f));
+  AQ_EACH p[i] = fma(p[i], r[i], set1(5.0000001201e-1f));
+  AQ_EACH p[i] = fma(p[i], n[i], r[i]);
+  AQ_EACH p[i] = add(p[i], set1(1.0f));
+  AQ_EACH p[i] = as_float(iadd(as_int(p[i]), as_int(t[i])));
+  AQ_EACH x[i] = select(less(x[i], set1(-87.33654f)), zero(), p[i]);
+#undef AQ_EACH
+}
+
 // ln x of a positive normal x within 2 ulp. Coefficients: Cephes logf.
 AQ_INLINE Vec log(Vec x) {
   const uint32_t root_half = 0x3f3504f3;  // sqrt(1/2): the mantissa is taken from [sqrt(1/2), sqrt(2))

@@ -152,3 +152,5 @@ AQ_INLINE float max_lanes(Vec a) { return max_lanes(a.lo, a.hi); }
 #undef AQ_PAIR
 
 }  // namespace AQ_NAMESPACE
+
+#include "one_by_one.h"

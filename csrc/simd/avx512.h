@@ -77,4 +77,41 @@ AQ_INLINE Vec high_halves(const uint32_t* p) { return _mm512_castsi512_ps(_mm512
 AQ_INLINE float sum_lanes(Vec a) { return sum_lanes(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
 AQ_INLINE float max_lanes(Vec a) { return max_lanes(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
 
+// Merges x with y by halves, quarters, and so on, as sum_lanes and max_lanes merge the lanes of one.
+template <class Op> AQ_INLINE Vec halves(Vec x, Vec y, Op op) {
+  return op(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+}
+template <class Op> AQ_INLINE Vec quarters(Vec x, Vec y, Op op) {
+  return op(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+template <class Op> AQ_INLINE Vec pairs(Vec x, Vec y, Op op) {
+  const __m512d a = _mm512_castps_pd(x), b = _mm512_castps_pd(y);
+  return op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+}
+template <class Op> AQ_INLINE Vec singles(Vec x, Vec y, Op op) {
+  return op(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd));
+}
+template <class Op> AQ_INLINE Vec merge_rows(const float* rows, int count, Op op) {
+  Vec x[8];
+  if (count <= 4) {
+    const Vec all = quarters(halves(load(rows), load(rows + 16), op), halves(load(rows + 32), load(rows + 48), op), op),
+              two = pairs(all, all, op);
+    return _mm512_permutexvar_ps(
+        _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), 2), singles(two, two, op));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) x[i] = halves(load(rows + i * 16), load(rows + i * 16 + 128), op);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) x[i] = quarters(x[i], x[i + 4], op);
+  const Vec merged = singles(pairs(x[0], x[2], op), pairs(x[1], x[3], op), op);
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return _mm512_permutexvar_ps(order, merged);
+}
+AQ_INLINE Vec sum_rows(const float* rows, int count) {
+  return merge_rows(rows, count, [](Vec a, Vec b) { return add(a, b); });
+}
+AQ_INLINE Vec max_rows(const float* rows, int count) {
+  return merge_rows(rows, count, [](Vec a, Vec b) { return max(a, b); });
+}
+
 }  // namespace AQ_NAMESPACE

@@ -154,3 +154,5 @@ AQ_INLINE float max_lanes(Vec a) {
 #undef AQ_THREE
 
 }  // namespace AQ_NAMESPACE
+
+#include "one_by_one.h"

@@ -129,3 +129,5 @@ AQ_INLINE float max_lanes(Vec a) {
 }
 
 }  // namespace AQ_NAMESPACE
+
+#include "one_by_one.h"

@@ -21,6 +21,8 @@
 //   dot_signed               the other way round: sum plus code * x for signed codes and a word of unsigned x below 128
 //   nibble                   the i-th four bits of each lane, two's complement, as a float
 //   sum_lanes max_lanes      of 16 lanes by one merge tree: halves with halves
+//   sum_rows max_rows        of rows [count][16]: lane i is what sum_lanes or max_lanes gives for row i; the lanes from
+//                            count on hold anything. rows has memory for 4 or, above that, a multiple of 16 rows.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -215,3 +215,30 @@ def test_a_row_does_not_see_its_neighbours_nan(storage):
     broken = attention(cache, [Row(39), Row(40)], q, 0.2, arithmetic=arithmetic)
     assert np.array_equal(bits(broken[0]), bits(clean[0]))
     assert np.isnan(broken[1]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_of_any_payload_makes_its_row_nan(isa):
+    """A NaN with low bits set, which the exponent of a weight must not be added to."""
+    calls.select_isa(isa)
+    cache = Cache.new(64, 1, 32, dtype=torch.float32)
+    k, v = fill(cache, 40)
+    odd = np.full_like(k[:1], np.array(0x7FC00001, np.uint32).view(np.float32))
+    cache.write(0, [7], odd, v[7:8])
+    assert np.isnan(attention(cache, [Row(7), Row(40)], queries(2, 3, 32), 0.2)[1]).all()
+
+
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_queries_get_the_bits_of_each_alone(storage, isa):
+    """More queries than are weighed together, of rows that see every part of a block; scores far below the largest."""
+    dtype, arithmetic = stored(storage)
+    calls.select_isa(isa)
+    cache = Cache.new(320, 1, 64, dtype=dtype)
+    fill(cache, 320)
+    specs, q = [Row(i + 1) for i in range(190, 310)], queries(120, 8, 64) * 20
+    together = bits(attention(cache, specs, q, 0.5, arithmetic=arithmetic))
+    for i in range(0, 120, 7):
+        assert np.array_equal(
+            together[i : i + 1], bits(attention(cache, specs[i : i + 1], q[i : i + 1], 0.5, arithmetic=arithmetic))
+        ), i
