@@ -75,8 +75,7 @@ class _SequenceState:
     """What the controller knows of one sequence. plan: the one that the next two follow; terms: on which it drafts,
     None while it does not; least_node: tokens that a copied token must bring; last_probe: number of the step that last
     probed the draft; last_search: number of the step that last searched for a match; num_uncopied: steps since the
-    sequence copied text; gain: tokens that a search should bring, on average; period: it searches in one step of this
-    many; usual: the choice without a copy, of this plan."""
+    sequence copied text; gain: tokens that a search should bring, on average."""
 
     record: Record | None  # None without a draft model
     plan: DraftingPlan | None = None
@@ -86,8 +85,6 @@ class _SequenceState:
     last_search: int = -1
     num_uncopied: int = 0
     gain: float = INITIAL_GAIN
-    period: int = 1
-    usual: Decode | None = None
 
     def search_period(self, price: float, rarer: int) -> int:
         """The sequence searches for a match in one step of this many. price: tokens that a search must bring;
@@ -155,7 +152,7 @@ class Controller:
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
             if sequence.proposer is not None:
-                most = min(most, self._states[sequence].period)
+                most = min(most, self._states[sequence].search_period(self._search_price, self._rarer))
         return max(1, most)
 
     def repeated(self, choice: StepChoice, num_steps: int) -> None:
@@ -209,6 +206,11 @@ class Controller:
 
     # Planning
 
+    @property
+    def _search_price(self) -> float:
+        """Tokens that a step's searches must bring."""
+        return self._plan.rate * SEARCH_COST * self._search_ms
+
     def _learn_gain(self, state: _SequenceState, tokens: float) -> None:
         """A search should bring so many tokens."""
         state.gain += GAIN_SMOOTHING * (tokens - state.gain)
@@ -250,7 +252,7 @@ class Controller:
         """The sequence follows a plan from now on."""
         key_ms = self.costs.row_keys(float(len(sequence.tokens)))
         state.plan, state.least_node = plan, max(MIN_NODE_TOKENS, plan.rate * (plan.row_ms + key_ms))
-        state.terms = state.usual = None
+        state.terms = None
         if state.record is not None:
             state.terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
 
@@ -264,13 +266,11 @@ class Controller:
     # A step
 
     def _choose(self, sequence: Sequence, state: _SequenceState) -> Decode:
-        plan, proposer = self._plan, sequence.proposer
-        if state.plan is not plan:
-            self._follow(sequence, state, plan)
-        if proposer is None:
-            return uncopied(sequence, state)
-        period = state.period = state.search_period(plan.rate * SEARCH_COST * self._search_ms, self._rarer)
-        if self._num_steps // period > state.last_search // period:
+        if state.plan is not self._plan:
+            self._follow(sequence, state, self._plan)
+        proposer, slot = sequence.proposer, sequence.slot
+        period = state.search_period(self._search_price, self._rarer)
+        if proposer is not None and self._num_steps // period > state.last_search // period:
             state.last_search = self._num_steps
             self._num_searches += 1
             proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
@@ -283,7 +283,7 @@ class Controller:
             chain_worth = 0.0 if state.terms is None else state.terms.worth
             found = self._beside_chain(sequence, state, proposal, count, max(worth, chain_worth))
             if found is None and count and worth > chain_worth:
-                found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
+                found = Decode(slot, PLAIN, first_of(proposal, count))
             self._learn_gain(state, sum(proposal.confidences[:count]) if found is not None else 0.0)
             if found is not None:
                 state.num_uncopied = 0
@@ -360,12 +360,10 @@ def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
 
 
 def uncopied(sequence: Sequence, state: _SequenceState) -> Decode:
-    """The choice of a sequence that copies nothing: its chain, or nothing. It is kept while the plan stands."""
-    found, terms = state.usual, state.terms
-    if found is None or found.slot != sequence.slot:
-        drafting, cut = (PLAIN, None) if terms is None else (chain_of(sequence, terms.levels), terms.cut)
-        found = state.usual = Decode(sequence.slot, drafting, cut=cut)
-    return found
+    """The choice of a sequence that copies nothing: its chain, or nothing."""
+    if state.terms is None:
+        return Decode(sequence.slot, PLAIN)
+    return Decode(sequence.slot, chain_of(sequence, state.terms.levels), cut=state.terms.cut)
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

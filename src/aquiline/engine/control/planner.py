@@ -3,10 +3,10 @@ bring. Numbers only.
 
 A step of B sequences that drafts nothing commits B tokens. Before the draft model runs, its tokens are not known, but
 the expected number of its nodes of each chance is, wherever its chains end (outlook_of). Of all nodes that the drafts
-of some sequences should have, the likeliest are verified. best_drafting tries every number of drafting sequences, of
-levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most tokens per
-millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a search stop at
-the first node or level that loses.
+of some sequences should have, the likeliest are verified. best_drafting tries numbers of drafting sequences, every
+number of levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most
+tokens per millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a
+search stop at the first node or level that loses.
 
 Prompt rows run anyway: nodes pay their marginal cost, and the prompt's own time is left out. The tokens that drafting
 steps really bring per millisecond correct the planned rate.
