@@ -19,8 +19,9 @@ from aquiline.backends.base import Decode
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.calibrate import cost_table
-from aquiline.engine.control.controller import PLAIN, REPLAN_STEPS, Controller, _SequenceState
+from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState
 from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.llm import LLM
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan

@@ -123,6 +123,23 @@ def test_it_is_the_best_of_all_ways(
     assert planned.draft_ms == pytest.approx(drafted)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_sequences_that_share_an_outlook_count_each(seed: int) -> None:
+    """With its own keys, as if each sequence had an outlook of its own."""
+    rng = np.random.default_rng(seed)
+    kinds = [outlook_of(margins_from(rng), 4) for _ in range(2)]
+    shared = [kinds[i] for i in (0, 0, 1, 0, 1, 1)]
+    keys = (0.0, 90_000.0, 10.0, 200_000.0, 5.0, 1_000.0)
+    load = StepLoad(6, 0, 6, sum(keys), keys)
+    costs = costs_of(FREE_ROWS)
+    found = best_drafting(costs, load, shared, 16)
+    alone = best_drafting(costs, load, [Outlook(own.nodes.copy(), own.passes.copy()) for own in shared], 16)
+    assert found.num_drafting == alone.num_drafting and found.num_nodes == alone.num_nodes > 0
+    assert (found.rate, found.draft_ms) == pytest.approx((alone.rate, alone.draft_ms))
+    draft_ms = costs.draft_ms((found.num_drafting,), sum(keys[: found.num_drafting]))
+    assert found.draft_ms >= draft_ms * (1 - 1e-9), "the first pass reads all keys of those that draft"
+
+
 @settings(max_examples=40)
 @given(
     st.integers(0, 10**6),

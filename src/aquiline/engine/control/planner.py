@@ -3,10 +3,10 @@ bring. Numbers only.
 
 A step of B sequences that drafts nothing commits B tokens. Before the draft model runs, its tokens are not known, but
 the expected number of its nodes of each chance is, wherever its chains end (outlook_of). Of all nodes that the drafts
-of some sequences should have, the likeliest are verified. best_drafting tries every number of drafting sequences, of
-levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most tokens per
-millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a search stop at
-the first node or level that loses.
+of some sequences should have, the likeliest are verified. best_drafting tries numbers of drafting sequences, every
+number of levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most
+tokens per millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a
+search stop at the first node or level that loses.
 
 Prompt rows run anyway: nodes pay their marginal cost, and the prompt's own time is left out. The tokens that drafting
 steps really bring per millisecond correct the planned rate.
@@ -35,7 +35,11 @@ BIN_CHANCES = 2.0 ** (-np.arange(NUM_BINS) / BINS_PER_HALVING)
 LEAST_PASSES = BIN_CHANCES[[3, 5, 8, 12]]
 """The chances of a token from which a plan may let the draft go on below it: about 0.6, 0.4, 0.25 and 0.125."""
 
+_WIDTH = NUM_BINS + BINS_PER_HALVING + 2
+"""Numbers of bins by which a chance may be below another, and at last one that never occurs."""
+
 _BELOW = np.arange(NUM_BINS) - np.arange(NUM_BINS)[:, None]
+_BELOW[_BELOW < 0] = _WIDTH - 1
 """[i, j]: by how many bins a chance of bin j is below one of bin i."""
 
 MIN_NODE_TOKENS = 0.01
@@ -190,18 +194,15 @@ class Planner:
 
 def outlook_of(margins: Margins, most: int) -> Outlook:
     """The outlook of chains of up to `most` levels."""
+    (first, of_first), (deeper, of_deeper) = _below((margins.first, margins.deeper), (margins.chances, margins.seconds))
     goes_on = LEAST_PASSES[:, None] <= BIN_CHANCES
-    parents = np.zeros(goes_on.shape)
-    parents[:, 0] = 1.0
-    first, deeper = ([_steps(own, each) for each in (margins.chances, margins.seconds)]
-                     for own in (margins.first, margins.deeper))  # fmt: skip
-    nodes, passes = list[NDArray[np.float64]](), list[NDArray[np.float64]]()
-    for to_tokens, to_leaves in [first, *[deeper] * (most - 1)]:
-        passes.append(parents.sum(axis=1))
-        tokens = parents @ to_tokens
-        nodes.append(tokens + parents @ to_leaves)
-        parents = tokens * goes_on
-    return Outlook(np.cumsum(nodes, axis=0), np.array(passes))
+    parents = np.zeros((most, *goes_on.shape))
+    parents[0, :, 0] = 1.0
+    for level in range(1, most):
+        parents[level] = parents[level - 1] @ (deeper if level > 1 else first) * goes_on
+    nodes = (parents.reshape(-1, NUM_BINS) @ (deeper + of_deeper)).reshape(parents.shape)
+    nodes[0] = parents[0] @ (first + of_first)
+    return Outlook(nodes.cumsum(axis=0), parents.sum(axis=2))
 
 
 def best_drafting(
@@ -220,15 +221,18 @@ def best_drafting(
     if not outlooks:
         return found
     counts = _sizes(len(outlooks))
-    nodes, passes = (_sums(parts, counts) for parts in zip(*outlooks, strict=True))
-    read = _sums([key * outlook.passes for key, outlook in zip(load.keys, outlooks, strict=True)], counts)
-    draft_ms = costs.draft_each(counts, passes, read)
+    kinds = [*{id(outlook): outlook for outlook in outlooks}.values()]  # sequences share outlooks
+    members = np.array([[outlook is kind for kind in kinds] for outlook in outlooks], float)
+    number, read = (np.cumsum(each, axis=0)[counts - 1] for each in (members, members * np.array(load.keys)[:, None]))
+    of_nodes, of_passes = (np.array(parts) for parts in zip(*kinds, strict=True))
+    nodes, passes, reads = _sums(number, of_nodes), _sums(number, of_passes), _sums(read, of_passes)
+    draft_ms = costs.draft_each(counts, passes, reads)
     rates = (load.tokens + _filled(nodes, most_nodes)) / (draft_ms[..., None] + np.array(row_ms[1:]))
     place = int(rates.argmax())
     if rates.flat[place] > plain * least_speedup:
-        number, level, least_pass, node = (int(i) for i in np.unravel_index(place, rates.shape))
-        drafting, rate = float(draft_ms[number, level, least_pass]), float(rates.flat[place])
-        return BestDrafting(int(counts[number]), node + 1, plain, rate, row_ms, drafting, level + 1, least_pass)
+        size, level, least_pass, node = (int(i) for i in np.unravel_index(place, rates.shape))
+        drafting, rate = float(draft_ms[size, level, least_pass]), float(rates.flat[place])
+        return BestDrafting(int(counts[size]), node + 1, plain, rate, row_ms, drafting, level + 1, least_pass)
     return found
 
 
@@ -254,30 +258,29 @@ def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequen
     return kept
 
 
-def _steps(shares: Sequence[float], chances: Sequence[float]) -> NDArray[np.float64]:
-    """[NUM_BINS, NUM_BINS]: how many tokens of each bin there are below one of a bin, if the share of those that
-    have the chance chances[i] is shares[i]."""
+def _below(shares: Sequence[Sequence[float]], chances: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """[shares, chances, NUM_BINS, NUM_BINS]: the number of nodes in each bin below a token of one bin, by each list of
+    the shares of margins, and by each list of the chances that these margins have."""
     lower = np.rint(-BINS_PER_HALVING * np.log2(np.maximum(chances, 0.5 * BIN_CHANCES[-1]))).astype(int)
-    counts = np.bincount(lower, shares, minlength=NUM_BINS + BINS_PER_HALVING + 1)
-    return np.where(_BELOW >= 0, counts[np.maximum(_BELOW, 0)], 0.0)
+    places = lower + _WIDTH * np.arange(len(chances))[:, None]
+    counts = np.array(
+        [np.bincount(places.ravel(), np.tile(own, len(chances)), _WIDTH * len(chances)) for own in shares]
+    )
+    found: NDArray[np.float64] = counts.reshape(len(shares), len(chances), _WIDTH)[..., _BELOW]
+    return found
 
 
 def _sizes(count: int) -> NDArray[np.int64]:
-    """The numbers of sequences that are tried: each up to four, and then in steps of about a third."""
+    """The numbers of sequences that are tried: each up to four, and then twice as many each."""
     sizes = [1]
     while sizes[-1] < count:
-        sizes.append(min(count, sizes[-1] + max(1, sizes[-1] // 3)))
+        sizes.append(min(count, sizes[-1] + (sizes[-1] if sizes[-1] >= 4 else 1)))
     return np.array(sizes)
 
 
-def _sums(parts: Sequence[NDArray[np.float64]], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The sums of the first counts[i] parts. [counts, ...]"""
-    found, total = np.empty((len(counts), *parts[0].shape)), np.zeros(parts[0].shape)
-    for i, (start, end) in enumerate(pairwise((0, *counts))):
-        for part in parts[start:end]:
-            total += part
-        found[i] = total
-    return found
+def _sums(weights: NDArray[np.float64], parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of the parts, by rows of their weights. [rows, ...]"""
+    return (weights @ parts.reshape(len(parts), -1)).reshape(-1, *parts.shape[1:])
 
 
 def _filled(nodes: NDArray[np.float64], most: int) -> NDArray[np.float64]:
