@@ -56,7 +56,8 @@ class Turns(Controller):
     """The controller that imposes `setting`, one of SETTINGS, on all sequences."""
 
     def __init__(self, llm: LLM) -> None:
-        super().__init__(StepCosts(cost_table(llm.models, is_measured=True)))
+        costs = StepCosts(cost_table(llm.models, is_measured=True))
+        super().__init__(costs, draft_window=llm.engine.scheduler.draft_window)
         self.setting = ADAPTIVE
         self.kept: dict[int | str, _SequenceState] = {}  # by request id, what was learnt of sequences that went back
 
