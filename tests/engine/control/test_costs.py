@@ -57,6 +57,19 @@ def test_a_disturbed_point_does_not_raise_those_behind_it() -> None:
     assert values[1] == 2.0 and values[4] == values[8] == 3.0 and values[16] == 5.0
 
 
+def test_further_rows_are_computed_while_one_waits_for_its_keys() -> None:
+    costs = StepCosts(TABLE)
+    plain = costs.verify(8, 4000, 4000)
+    assert costs.verify(8, 4000, 8000) - plain == pytest.approx(0.8)
+    for _ in range(100):
+        costs.learn_verify(8, 4000, 4000, plain + 1.5)
+    slow = costs.verify(8, 4000, 4000)
+    assert slow == pytest.approx(plain + 1.5, rel=0.02)
+    assert costs.verify(8, 4000, 8000) - slow < 0.1, "a second row for each sequence"
+    assert costs.verify(8, 4000, 32000) - slow > 4.0, "seven further rows are more than the waiting"
+    assert costs.row_keys(4000.0) < 0.1
+
+
 def test_keys_cost_once_for_a_sequence_and_again_for_each_row() -> None:
     costs = StepCosts(TABLE)
     assert costs.verify(3, keys=1000, key_rows=3000) == pytest.approx(2.0 + 0.1 + 0.6)

@@ -4,6 +4,10 @@ A CostTable is measured once for a pair on a machine (calibrate.py), or estimate
 times of real steps. A forward of one row, the further rows, the keys, and drafting have a factor each, which follows
 the machine within some tens of steps. Each number of rows also has a factor of its own, because the time by rows has
 edges that no formula describes.
+
+Keys that come from slow memory take longer than the table says, and that time is shared by all rows of their sequence:
+as long as one row waits for its keys, further rows are computed meanwhile. So the factor of the keys is that of one row
+for each sequence, and further rows cost what they exceed the waiting by.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ STAGE_SMOOTHING, ROW_SMOOTHING = 1 / 8, 1 / 32
 """Weight of a new measurement in the factor of a stage, and in the factor of one number of rows. The second is smaller,
 so that a change which all numbers of rows share goes to the stage."""
 
-FACTOR_DRIFT, MAX_DOUBT = (0.05, 0.02, 0.02), (0.3, 0.12, 0.3)
+FACTOR_DRIFT, MAX_DOUBT = (0.05, 0.02, 0.05), (0.3, 0.12, 0.5)
 """Of the factors of the base, the rows and the keys: the standard deviation of the change between two measurements, and
 the greatest standard deviation of the estimate."""
 
@@ -167,8 +171,8 @@ class StepCosts:
         return [self.rows_factor * (ms_at(ms, rows + n) - ms_at(ms, rows)) for n in range(most + 1)]
 
     def row_keys(self, keys: float) -> float:
-        """The time that a sequence's keys add to each of its rows."""
-        return self.keys_factor * self.table.key_row_ms * keys
+        """The time that a sequence's keys add to each of its further rows."""
+        return self.rows_factor * self._exceeding(keys, 2 * keys)
 
     def learn_step(self, message: StepInput, output: StepOutput, keys: Sequence[int]) -> tuple[float, float | None]:
         """Learn from a step without rows of prompts. keys: of each sequence.
@@ -226,13 +230,22 @@ class StepCosts:
         self.host_ms += STAGE_SMOOTHING * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
 
     def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float]:
-        """Milliseconds of a forward of one row, of the further rows, and of the keys."""
-        table = self.table
-        one = table.verify[1]
-        further = ms_at(table.verify, rows) - one
-        of_keys = interpolated(table.keys, keys) + table.key_row_ms * key_rows
+        """Milliseconds of a forward of one row, of the further rows, and of the keys of one row for each sequence."""
+        one = self.table.verify[1]
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
-        return self.base_factor * one * own, self.rows_factor * further * own, self.keys_factor * of_keys
+        further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows)
+        return self.base_factor * one * own, self.rows_factor * further, self.keys_factor * self._one_row_keys(keys)
+
+    def _one_row_keys(self, keys: float) -> float:
+        """The time that keys add to a forward of one row for each sequence, by the table."""
+        return interpolated(self.table.keys, keys) + self.table.key_row_ms * keys
+
+    def _exceeding(self, keys: float, key_rows: float) -> float:
+        """The time of further rows with their keys, by the table, less the time in which one row for each sequence
+        waits."""
+        waiting = max(0.0, self.keys_factor / self.rows_factor - 1.0) * self._one_row_keys(keys)
+        further = self.table.key_row_ms * (key_rows - keys)
+        return further - min(waiting, max(0.0, further))
 
 
 def passes_of(decodes: Sequence[Decode], outcomes: Sequence[Decoded], keys: Sequence[int]) -> tuple[list[int], float]:
