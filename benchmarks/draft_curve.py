@@ -25,7 +25,6 @@ from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.llm import LLM, Output
 from aquiline.models.draft_config import read_draft_config
 from aquiline.models.files import resolve
-from aquiline.models.formats import head_rows
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler
@@ -56,7 +55,8 @@ class Simulator:
         self.head = load_draft(draft, teacher.decoder, dtype="float32", capture=capture)
         scale = torch.ones(self.head.fc.shape[1])
         views = Views(teacher.views, None)
-        self.assembler = Assembler(views, scale, head_rows(self.head.d2t), teacher.head, "cpu")
+        vocab = self.head.target_ids(torch.arange(len(self.head.d2t)))
+        self.assembler = Assembler(views, scale, vocab, teacher.head, "cpu")
         self.num_spec_tokens = num_spec_tokens
 
     def tau(self, outputs: list[Output], temperature: float) -> float:
