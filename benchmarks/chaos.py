@@ -150,6 +150,7 @@ def main() -> None:
         felt = asyncio.run(feel_worst(storm))  # first, as a new process grows with whatever it does for the first time
         asyncio.run(blow(storm, settings, learning))
         storm.wrong += [] if learning is None else learning.wrong()
+        learnt = None if learning is None else learning.figures()
         left, num_equal = left_over(storm), asyncio.run(check_canaries(storm))
         restarts, preemptions = (
             served.figure(f"{name}_total") for name in ("aquiline:engine_restarts", "vllm:num_preemptions")
@@ -173,7 +174,7 @@ def main() -> None:
         "rss_mb": storm.rss[-1][1] / 2**20,
         "longest_gap_s": max(each.gap_s for each in felt.values()),
         "most_grown_mb": max(each.grown_bytes for each in felt.values()) / 2**20,
-        "learning": learning and learning.figures(), "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
+        "learning": learnt, "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
     }))  # fmt: skip
     sys.exit(1 if storm.wrong else 0)
 
