@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -195,15 +196,16 @@ class Compared:
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
     """Served tau over served tokens, of held-out requests and of old prompts, a panel for each kind of traffic."""
-    figure = Figure(figsize=(1 + 4.5 * len(runs), 4), layout="constrained")
+    figure = Figure(figsize=(1 + 4.5 * len(runs), 4.5), layout="constrained")
     panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
     for panel, run in zip(panels, runs, strict=True):
         draw_kind(panel, run["points"])
-        panel.set(title=run["name"], xlabel="thousand tokens served")
+        panel.set(title=run["name"], xlabel="thousand tokens served", ylim=(1, None))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("tokens committed per step (tau)")
-    panels[0].legend(fontsize=8)
-    figure.savefig(file)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):
+        figure.savefig(file)
 
 
 def draw_kind(panel: Axes, points: list[Point]) -> None:
