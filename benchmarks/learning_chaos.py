@@ -62,7 +62,8 @@ class Learning:
             found.append("a generation's folder has no learning.json")
         if not any(self.store.served()):
             found.append("no request was stored")
-        open_to_others = [path.name for path in self.store.folder.rglob("*.jsonl") if path.stat().st_mode & 0o077]
+        private = [self.store.folder, *self.store.segments()]
+        open_to_others = [path.name for path in private if path.stat().st_mode & 0o077]
         return found + [f"others may read {name}" for name in open_to_others]
 
     def figures(self) -> dict[str, Any]:
