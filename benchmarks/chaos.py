@@ -11,7 +11,11 @@ grow by it. What must hold in the storm: every request ends; canaries are equal;
 engines that were killed; only killed engines are replaced; afterwards no request and no page is left; the HTTP process
 does not grow.
 
+With --learn the draft learns meanwhile (learning_chaos.py): the trainer is killed too, no file can grow for some
+seconds now and then, as on a full disk, and drafts are swapped. Then the folder is read: it must be whole.
+
     python benchmarks/chaos.py --minutes 1
+    python benchmarks/chaos.py --minutes 10 --learn
     python benchmarks/chaos.py --minutes 60 --seed 3
 
 Loopback only, at most --rate requests per second. Exit code 1 if anything did not hold. Ends with one JSON line.
@@ -21,15 +25,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import psutil
 from chaos_clients import PROMPTS, Storm, act, canary_body, feel_worst, text_of
+from learning_chaos import Learning
 from served import Served, serving
 
 OPTIONS = (
@@ -70,16 +78,20 @@ async def watch(storm: Storm) -> None:
         await asyncio.sleep(1)
 
 
-async def blow(storm: Storm, seconds: float, rate: float, kill_every_s: float) -> None:
+async def blow(storm: Storm, settings: argparse.Namespace, learning: Learning | None) -> None:
     """The storm: clients come at random until the time is over, then all are waited for."""
-    others = [asyncio.create_task(killer(storm, kill_every_s)), asyncio.create_task(watch(storm))]
-    end, clients = time.monotonic() + seconds, set[asyncio.Task[None]]()
+    others = [asyncio.create_task(killer(storm, settings.kill_every)), asyncio.create_task(watch(storm))]
+    rate, end, clients = settings.rate, time.monotonic() + settings.minutes * 60, set[asyncio.Task[None]]()
+    trouble = None if learning is None else asyncio.create_task(learning.make_trouble(storm.served, storm.rng))
     while time.monotonic() < end:
         await asyncio.sleep(storm.rng.expovariate(rate))
         if len(clients) < 64:
             clients.add(task := asyncio.create_task(act(storm)))
             task.add_done_callback(clients.discard)
     others[0].cancel()
+    if trouble is not None:
+        trouble.cancel()
+        await asyncio.gather(trouble, return_exceptions=True)
     await asyncio.gather(*clients)
     while not await asyncio.to_thread(storm.served.is_ready):
         await asyncio.sleep(0.1)
@@ -126,12 +138,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second on average")
     parser.add_argument("--kill-every", type=float, default=25.0, help="seconds between kills on average")
+    parser.add_argument("--learn", action="store_true", help="let the draft learn; needs the train extra")
     settings = parser.parse_args()
-    with serving(*OPTIONS) as served:
+    with contextlib.ExitStack() as stack:
+        learning = None
+        if settings.learn:
+            learning = Learning(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "learnt")
+        served = stack.enter_context(serving(*OPTIONS, *([] if learning is None else learning.begin())))
         storm = Storm(served, random.Random(settings.seed))
         asyncio.run(know_canaries(storm))
         felt = asyncio.run(feel_worst(storm))  # first, as a new process grows with whatever it does for the first time
-        asyncio.run(blow(storm, settings.minutes * 60, settings.rate, settings.kill_every))
+        asyncio.run(blow(storm, settings, learning))
+        storm.wrong += [] if learning is None else learning.wrong()
+        learnt = None if learning is None else learning.figures()
         left, num_equal = left_over(storm), asyncio.run(check_canaries(storm))
         restarts, preemptions = (
             served.figure(f"{name}_total") for name in ("aquiline:engine_restarts", "vllm:num_preemptions")
@@ -155,7 +174,7 @@ def main() -> None:
         "rss_mb": storm.rss[-1][1] / 2**20,
         "longest_gap_s": max(each.gap_s for each in felt.values()),
         "most_grown_mb": max(each.grown_bytes for each in felt.values()) / 2**20,
-        "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
+        "learning": learnt, "outcomes": dict(storm.outcomes), "wrong": storm.wrong[:50],
     }))  # fmt: skip
     sys.exit(1 if storm.wrong else 0)
 

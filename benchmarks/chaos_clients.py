@@ -87,7 +87,8 @@ async def canary(storm: Storm) -> None:
     if status == 200 and text not in ("broken", storm.canaries[name]):
         storm.wrong.append(f"canary {name!r} differs: {text[:80]!r}")
     is_fine = status == 429 or (status == 200 and text != "broken")
-    storm.count("canary", str(status) if text != "broken" else "broken", began, is_fine)
+    outcome = "broken" if text == "broken" else str(status) if is_fine else f"{status} {text[:80]}"
+    storm.count("canary", outcome, began, is_fine)
 
 
 async def leaver(storm: Storm) -> None:

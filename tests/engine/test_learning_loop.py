@@ -77,6 +77,15 @@ def test_places_are_those_at_which_the_target_drew_another_token(tmp_path: Path)
     assert found.rejected == expected
 
 
+def test_no_place_lies_beyond_the_end_of_a_text(tmp_path: Path) -> None:
+    """A step's tokens are cut where a text ends: at its bound, at an end token, at a stop string."""
+    bounds = [dataclasses.replace(GREEDY, max_tokens=4 + number) for number in range(12)]
+    with learning(tmp_path) as (llm, loop):
+        llm.generate([PROMPT] * 13, [*bounds, dataclasses.replace(GREEDY, stop=("return",))])
+        for found in loop.store.served():
+            assert found.rejected and max(found.rejected) < len(found.tokens)
+
+
 def test_a_full_disk_is_told_once_and_requests_are_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with learning(tmp_path) as (llm, loop):
         expected = llm.generate([PROMPT], GREEDY)[0].token_ids

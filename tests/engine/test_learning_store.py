@@ -138,6 +138,8 @@ def test_a_trainer_has_the_lowest_priority_and_runs_only_while_it_may(tmp_path: 
     process = psutil.Process(trainer.process.pid)
     assert process.nice() == LOWEST and os.sched_getscheduler(process.pid) == os.SCHED_IDLE
     assert process.environ()["OMP_NUM_THREADS"] == "1"
+    session = Path(f"/proc/{process.pid}/autogroup")
+    assert not session.exists() or session.read_text().endswith(f"nice {LOWEST}\n"), "its session's too"
     trainer.pace(False)
     assert waited(lambda: process.status() == psutil.STATUS_STOPPED)
     stopped = num_ticks(tmp_path)

@@ -75,6 +75,17 @@ def test_stop_ends_the_request_and_keeps_the_text(tab: Tab, server: Server) -> N
     assert [message["content"] for message in tab.sent[-1]["messages"]] == [PROMPT, stopped, "more"]
 
 
+def test_which_generation_of_a_draft_that_learns_serves(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as tab:
+        assert "generation" not in tab.page.inner_text("#model")
+        tab.page.route("**/health", lambda route: route.fulfill(json={"draft_generation": 2}))
+        tab.page.reload()
+        tab.page.wait_for_selector("#model:has-text('draft of generation 2')")
+        tab.page.route("**/health", lambda route: route.fulfill(json={"draft_generation": 3}))
+        tab.answer()
+        tab.page.wait_for_selector("#model:has-text('draft of generation 3')")
+
+
 def test_keyboard_alone(tab: Tab) -> None:
     page = tab.page
     page.focus(".skip")

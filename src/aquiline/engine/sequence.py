@@ -248,10 +248,10 @@ class Sequence:
         if self.finish_reason is not None:
             return None
         num_accepted = len(decoded.kept) - 1
-        if decoded.num_drafted and (decode.proposal is None or decode.cut is not None):
-            self._note_guesses(decoded.num_drafted, num_accepted)
         delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter_of(decode, decoded))
         num_kept = len(delta.token_ids)
+        if decoded.num_drafted and (decode.proposal is None or decode.cut is not None):
+            self._note_guesses(decoded.num_drafted, num_accepted, num_kept)
         self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
         if self.slot == decode.slot:
             self.num_cached += num_kept
@@ -260,13 +260,13 @@ class Sequence:
             self.num_rows = 1 + decoded.num_drafted
         return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
 
-    def _note_guesses(self, num_drafted: int, num_accepted: int) -> None:
-        """The draft model drafted for a step whose tokens are not appended yet. In a tree the path may have ended at a
-        leaf, where nothing was guessed."""
+    def _note_guesses(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
+        """The draft model drafted for a step of which num_kept tokens were appended: the end of the text may have cut
+        the one that it missed. In a tree the path may have ended at a leaf, where nothing was guessed."""
         self.num_guessed += 1
         self.num_missed += num_accepted == 0
-        if num_accepted < num_drafted:
-            self.rejected.append(len(self.tokens) + num_accepted)
+        if num_accepted < min(num_drafted, num_kept):
+            self.rejected.append(len(self.tokens) - num_kept + num_accepted)
 
     def commit_chunk(self, chunk: Chunk, prefilled: Prefilled) -> TokenDelta | None:
         """Note that a chunk's keys are written, and append the token that it drew. None if it drew none, and for a

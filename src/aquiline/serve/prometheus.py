@@ -210,10 +210,11 @@ class Metrics:
     def text(self) -> bytes:
         """The page that Prometheus reads."""
         self._publish()
-        if self.learning is not None and (found := self.learning.serving()) is not None:
-            self.generation.set(found.generation)
-            self.tau_before.set(found.tau_before)
-            self.tau_after.set(found.tau_after)
+        if self.learning is not None:
+            found = self.learning.serving()
+            self.generation.set(found.generation if found else 0)
+            self.tau_before.set(found.tau_before if found else 0)
+            self.tau_after.set(found.tau_after if found else 0)
         return generate_latest(self.registry)
 
 

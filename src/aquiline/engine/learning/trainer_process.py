@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from aquiline.engine.learning.store import private
@@ -87,6 +88,8 @@ def become_trainer() -> None:
     os.nice(LOWEST)
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # where Linux shares processors out by sessions, a low priority counts within one alone
+            Path("/proc/self/autogroup").write_text(str(LOWEST), encoding="ascii")
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != int(parent):  # it ended before the system was told
         return

@@ -12,10 +12,12 @@ export class Failure extends Error {
   }
 }
 
-/** The model that the server serves: its name, its context, how it drafts. */
+/** The model that the server serves: its name, its context, how it drafts; of a draft that learns, its generation. */
 export async function served(key) {
   const reply = await call("v1/models", { key });
-  return (await reply.json()).data[0];
+  const [model] = (await reply.json()).data;
+  const health = await (await call("health", { key })).text();
+  return health ? { ...model, ...JSON.parse(health) } : model;
 }
 
 /** The chunks of a streamed answer. Throws a Failure; throws an AbortError once `signal` stops it. */

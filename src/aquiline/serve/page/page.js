@@ -31,7 +31,7 @@ function showRunning(isRunning) {
   if (!isRunning && document.activeElement === stop) message.focus();
   stop.hidden = !isRunning;
   if (isRunning && document.activeElement === document.body) stop.focus();
-  if (!isRunning && model === null) showModel();
+  if (!isRunning && (model === null || "draft_generation" in model)) showModel();
 }
 
 async function showModel() {
@@ -39,7 +39,8 @@ async function showModel() {
   try {
     model = await served(settings.key);
     const context = model.max_model_len ? `, ${model.max_model_len.toLocaleString("en")} tokens of context` : "";
-    shown.textContent = model.id.split("/").at(-1) + context;
+    const learnt = "draft_generation" in model ? `, draft of generation ${model.draft_generation}` : "";
+    shown.textContent = model.id.split("/").at(-1) + context + learnt;
     shown.title = model.id;
   } catch (failure) {
     model = null;
