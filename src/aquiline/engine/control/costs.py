@@ -172,7 +172,7 @@ class StepCosts:
 
     def row_keys(self, keys: float) -> float:
         """The time that a sequence's keys add to each of its further rows."""
-        return self.rows_factor * self._exceeding(keys, 2 * keys)
+        return self.rows_factor * self._exceeding(keys, 2 * keys, self._one_row_keys(keys))
 
     def learn_step(self, message: StepInput, output: StepOutput, keys: Sequence[int]) -> tuple[float, float | None]:
         """Learn from a step without rows of prompts. keys: of each sequence.
@@ -231,19 +231,19 @@ class StepCosts:
 
     def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float]:
         """Milliseconds of a forward of one row, of the further rows, and of the keys of one row for each sequence."""
-        one = self.table.verify[1]
+        one, of_keys = self.table.verify[1], self._one_row_keys(keys)
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
-        further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows)
-        return self.base_factor * one * own, self.rows_factor * further, self.keys_factor * self._one_row_keys(keys)
+        further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows, of_keys)
+        return self.base_factor * one * own, self.rows_factor * further, self.keys_factor * of_keys
 
     def _one_row_keys(self, keys: float) -> float:
         """The time that keys add to a forward of one row for each sequence, by the table."""
         return interpolated(self.table.keys, keys) + self.table.key_row_ms * keys
 
-    def _exceeding(self, keys: float, key_rows: float) -> float:
+    def _exceeding(self, keys: float, key_rows: float, of_keys: float) -> float:
         """The time of further rows with their keys, by the table, less the time in which one row for each sequence
-        waits."""
-        waiting = max(0.0, self.keys_factor / self.rows_factor - 1.0) * self._one_row_keys(keys)
+        waits. of_keys: the keys' time in a forward of one row for each sequence, by the table."""
+        waiting = max(0.0, self.keys_factor / self.rows_factor - 1.0) * of_keys
         further = self.table.key_row_ms * (key_rows - keys)
         return further - min(waiting, max(0.0, further))
 
