@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import needs_native, tiny_llm
 
@@ -93,6 +94,25 @@ def test_messages_come_whole_and_in_order_wherever_the_pipe_cuts_them(size: int)
 
     assert asyncio.run(asyncio.wait_for(main(), 30)) == [info, *commands]
     assert told == steps
+
+
+def test_a_process_that_is_gone_may_still_be_asked() -> None:
+    """A request comes after the process has closed its end and before those are told that wait for it."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        life, ended = Life(SimpleNamespace(), ours), asyncio.Event()
+        life.on_end = ended.set
+        first = asyncio.ensure_future(life.first())
+        with Connection(theirs.detach()) as connection:
+            connection.send(EngineInfo(*[0] * len(EngineInfo._fields)))  # type: ignore[arg-type]
+            await first
+        await ended.wait()
+        life.send(Quit())
+
+    uvloop.run(  # as the server runs; asyncio's own loop drops what is written
+        asyncio.wait_for(main(), 30)
+    )
 
 
 def test_a_process_that_ends_while_it_loads_says_so_and_is_not_taken_for_one_that_ran() -> None:

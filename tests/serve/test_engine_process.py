@@ -112,6 +112,22 @@ def test_a_dead_engine_is_replaced(server: Server) -> None:
     server.settle()
 
 
+@pytest.mark.rare
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="this system has no /proc")
+def test_an_engine_meets_its_first_grammar_on_a_full_disk(server: Server) -> None:
+    """The library of grammars imports what asks for a place for temporary files."""
+    body = {"temperature": 0, "max_tokens": 9, "structured_outputs": {"regex": "[a-z]{9}"}}
+    expected, pid = server.text(**body), server.service.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.client.get("/ready").status_code == 503, "the engine has not died")
+    until(lambda: server.client.get("/ready").status_code == 200, "no new engine")
+    restarts, engine = server.figure("aquiline:engine_restarts_total"), psutil.Process(server.service.client.pid)
+    engine.rlimit(psutil.RLIMIT_FSIZE, (0, engine.rlimit(psutil.RLIMIT_FSIZE)[1]))
+    assert server.text(**body) == expected and len(expected) == 9
+    assert server.figure("aquiline:engine_restarts_total") == restarts
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

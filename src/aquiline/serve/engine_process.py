@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import tempfile
 import threading
 from multiprocessing.connection import Connection
 
@@ -37,6 +38,8 @@ def run_engine(connection: Connection, opening: Opening) -> None:
     """The body of the engine process. The first message is an EngineInfo, or a text that says why there is none."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first, then closes the pipe
         signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        tempfile.gettempdir()  # found now: what is imported later may ask for it, and the disk may be full then
     with contextlib.ExitStack() as opened:
         try:
             llm = opened.enter_context(LLM.open(opening.pair, opening.engine, opening.drafting))

@@ -116,9 +116,11 @@ class Life(Lifetime, asyncio.Protocol):
         return told
 
     def send(self, *commands: Command) -> None:
-        """Have the process carry out commands; they come together."""
-        message = pickle.dumps(commands)
-        self._transport.write(LENGTH.pack(len(message)) + message)
+        """Have the process carry out commands; they come together. One that is gone carries out nothing: on_end is
+        about to be called."""
+        if not self._transport.is_closing():
+            message = pickle.dumps(commands)
+            self._transport.write(LENGTH.pack(len(message)) + message)
 
     def data_received(self, data: bytes) -> None:
         """Messages have come, the last one perhaps in part."""

@@ -11,7 +11,7 @@ import pytest
 
 from aquiline.backends.base import Admit, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import SamplingParams
-from aquiline.engine.control.acceptance import Pool
+from aquiline.engine.control.acceptance import Pool, Record, pool_number
 from aquiline.engine.control.controller import (
     INITIAL_PROBES,
     PROBE_TIME_SHARE,
@@ -57,8 +57,10 @@ class Copies:
         return Proposal(tuple(range(1, len(self.chances) + 1)), (), self.chances)
 
 
-def sequence_of(proposer: Copies | None = None, drafting: Drafting = Adaptive(), slot: int = 0) -> Sequence:
-    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, seed=0), drafting)
+def sequence_of(
+    proposer: Copies | None = None, drafting: Drafting = Adaptive(), slot: int = 0, temperature: float = 0.0
+) -> Sequence:
+    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, temperature=temperature, seed=0), drafting)
     return Sequence(request, Detokenizer(None, (5,), ()), frozenset(), [5], slot, proposer, slot=slot)
 
 
@@ -190,6 +192,18 @@ def test_sequences_that_come_and_go_share_a_plan() -> None:
             found = chosen(controller, sequence_of(slot=0), sequence_of(slot=number % others + 1))
             assert len(found.decodes) == 2
         assert len(plans) == 3, others
+
+
+def test_temperatures_that_take_turns_are_planned_apart() -> None:
+    """Greedily a draft is always right, else never. A plan of one would be followed by the other's next steps."""
+    controller = controller_of(pass_ms=PLAIN_MS / 3)
+    for temperature, token in ((0.0, 5), (1.0, 6)):
+        record = Record(controller._pools[pool_number(temperature)])
+        for _ in range(400):
+            record.observe([Guess(5, -1, 5)], [token])
+    turns = [sequence_of(temperature=temperature) for temperature in (0.0, 1.0)] * 8
+    decodes = [chosen(controller, sequence).decodes[sequence] for sequence in turns]
+    assert [decode.cut is not None for decode in decodes if source_of(decode) != "probe"][-8:] == [True, False] * 4
 
 
 def test_chains_have_the_planned_levels() -> None:

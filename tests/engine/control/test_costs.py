@@ -148,6 +148,7 @@ def test_a_table_is_measured_anew_for_another_number_of_cpus(tmp_path: Path, mon
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "measured_table", measure)
+    monkeypatch.setattr(calibrate._Watch, "others", lambda watch: 0.0)
     for cpus, number in (({0, 1}, 0), ({0, 1}, 0), ({0, 1, 2}, 1), ({0, 1}, 0)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: cpus, raising=False)
         assert calibrate.cost_table(tiny_models(), is_measured=True) == measured[number]

@@ -223,7 +223,8 @@ class Controller:
 
     def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
         """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
-        load = PlanKey(rounded(len(mine)), rounded(len(plan.decoding)), bool(plan.chunks))
+        pools = frozenset([record.pool for s in mine if (record := self._state_of(s).record) is not None])
+        load = PlanKey(rounded(len(mine)), rounded(len(plan.decoding)), bool(plan.chunks), pools)
         self._plans.take(
             load, self._num_steps, len(mine), lambda: self._catch_up_ms(*mine) / (self._expected_ms or math.inf),
             partial(self._new_plan, plan, mine),

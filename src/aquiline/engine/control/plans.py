@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from aquiline.engine.control.acceptance import Pool
 from aquiline.engine.control.planner import MIN_SPEEDUP, DraftingPlan
 
 INITIAL_PLANS, PLAN_TIME_SHARE = 8.0, 0.01
@@ -25,12 +26,13 @@ keys that they begin with would take more than this share of the time."""
 
 
 class PlanKey(NamedTuple):
-    """What a plan is made for: sequences that draft adaptively and all that decode, rounded, and whether prompts are
-    computed beside them."""
+    """What a plan is made for: sequences that draft adaptively and all that decode, rounded, whether prompts are
+    computed beside them, and the pools of the first, since how far it pays to draft depends on the temperature."""
 
     num_adaptive: int
     num_decoding: int
     has_chunks: bool
+    pools: frozenset[Pool]
 
 
 class _Planned(NamedTuple):
