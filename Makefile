@@ -27,9 +27,6 @@ CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
 BUILT_FROM := pyproject.toml setup.py $(CPP)
 
-# Of ten thousand modules that come along few are ever imported: each is compiled when it is.
-export PIP_COMPILE := 0
-
 # Kernels are interpreted, or compiled, from their definition on: tests/gpu is a process of its own. It needs no GPU.
 INTERPRETED = TRITON_INTERPRET=1 AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/gpu
 
