@@ -25,6 +25,7 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 CPP := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 CPP_TESTS := $(wildcard tests/native/*.cpp)
+BUILT_FROM := pyproject.toml setup.py $(CPP)
 
 # Kernels are interpreted, or compiled, from their definition on: tests/gpu is a process of its own. It needs no GPU.
 INTERPRETED = TRITON_INTERPRET=1 AQUILINE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/gpu
@@ -85,8 +86,7 @@ nightly: $(VENV)/dev
 	  --hypothesis-profile=nightly --hypothesis-seed=$$seed $(ARGS)
 
 # Not with -q, which would hide the warnings that make it fail.
-docs: $(VENV)/run
-	$(BIN)/python -m pip install --quiet --editable '.[serve,docs]'
+docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 chaos: $(VENV)/dev
@@ -98,20 +98,27 @@ gpu-bundle: $(VENV)/run
 mutants: $(VENV)/dev
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
-$(VENV)/run: pyproject.toml setup.py $(CPP)
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("aquiline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/run: $(BUILT_FROM) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[serve]'
 	touch $@
 
-# torch comes first and by itself, so that its build is the one named above. xgrammar comes without what it asks for
-# beside it: its own choice of torch, transformers and Triton.
-$(VENV)/dev: $(VENV)/run
+$(VENV)/docs: $(BUILT_FROM) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[serve,docs]'
+	touch $@ $(VENV)/run
+
+# All that the other two have as well: each installation compiles the native library anew. torch comes first and by
+# itself, so that its build is the one named above. xgrammar comes without what it asks for beside it: its own choice of
+# torch, transformers and Triton.
+$(VENV)/dev: $(BUILT_FROM) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-deps 'xgrammar>=0.2.8' 'apache-tvm-ffi>=0.1.11'
 	$(BIN)/python -m pip install --quiet --editable '.[serve,ray,train,docs,dev]'
-	touch $@
+	touch $@ $(VENV)/run $(VENV)/docs
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/aquiline/*.so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,12 @@ def write_pair(folder: Path, kind: str, **config: object) -> tuple[Path, Path]:
     return file, folder / "draft"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """A pair whose weights follow from a seed, written once for each kind."""
+    return cache(lambda kind: write_pair(tmp_path_factory.mktemp(kind), kind))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, "Q4_K_M"])
 def test_float32_arithmetic_gives_the_logits_of_the_unpacked_file(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -82,8 +89,10 @@ def test_float32_arithmetic_gives_the_logits_of_the_unpacked_file(kind: str, tie
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", pytest.param("Q4_K_M", marks=pytest.mark.rare)])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered"])
-def test_every_drafter_gives_the_baseline(kind: str, sampling: str, tmp_path: Path) -> None:
-    file, draft = write_pair(tmp_path, kind)
+def test_every_drafter_gives_the_baseline(
+    kind: str, sampling: str, written: Callable[[str], tuple[Path, Path]]
+) -> None:
+    file, draft = written(kind)
     llm = LLM(file, draft, engine=engine_config(3))
     storage = {"Q4_K_M": "q4_k+q6_k"}.get(kind, kind.lower())
     assert (llm.models.storage, llm.models.draft_storage, llm.models.arithmetic) == (storage, "int4", "int8")
@@ -97,9 +106,9 @@ def test_every_drafter_gives_the_baseline(kind: str, sampling: str, tmp_path: Pa
         assert tokens(other.run(prompts(8), SAMPLINGS[sampling], drafting=SPECS["dynamic"])) == tokens(expected)
 
 
-def observe(folder: Path, kind: str, arithmetic: str) -> list[list[int]]:
-    """Text of a pair whose weights follow from a seed."""
-    file, draft = write_pair(folder, kind)
+def observe(pair: tuple[Path, Path], arithmetic: str) -> list[list[int]]:
+    """Text of a target and its draft."""
+    file, draft = pair
     llm = LLM(file, draft, arithmetic=arithmetic, engine=engine_config(4))
     return tokens(llm.run(prompts(4), SAMPLINGS["sampled"], drafting=SPECS["chain4"]))
 
@@ -118,11 +127,15 @@ def is_rare(kind: str, isa: str) -> bool:
     ],
 )
 def test_every_path_reproduces_the_golden_run(
-    kind: str, isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str,
+    isa: str,
+    restored_isa: None,
+    monkeypatch: pytest.MonkeyPatch,
+    written: Callable[[str], tuple[Path, Path]],
 ) -> None:
     choose_isa(isa, 2, monkeypatch)
     for arithmetic, expected in json.loads(GOLDEN.read_text())[kind].items():
-        assert observe(tmp_path / arithmetic, kind, arithmetic) == expected, f"{kind} in {arithmetic} on {isa}"
+        assert observe(written(kind), arithmetic) == expected, f"{kind} in {arithmetic} on {isa}"
 
 
 @pytest.mark.parametrize("draft_dtype", ["int8", "int4", "float32"])
