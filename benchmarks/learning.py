@@ -197,7 +197,7 @@ class Compared:
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
     """Served tau over served tokens, of held-out requests and of old prompts, a panel for each kind of traffic."""
     figure = Figure(figsize=(1 + 4.5 * len(runs), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(runs), squeeze=False, sharex=True, sharey=True)[0]
     for panel, run in zip(panels, runs, strict=True):
         draw_kind(panel, run["points"])
         panel.set(title=run["name"], xlabel="thousand tokens served", ylim=(1, None))
