@@ -205,8 +205,8 @@ def _library() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as error:
         raise ValueError(f"structured: needs pip install 'aquiline[grammar]' ({error})") from None
-    except (OSError, AttributeError, RuntimeError) as error:  # it imports torch, which wants room for temporary files,
-        # and which cannot be imported again after that failed
+    except (OSError, AttributeError, RuntimeError) as error:
+        # It imports torch, which wants room for temporary files, and cannot be imported again once that has failed.
         raise ValueError(f"structured: xgrammar cannot be loaded ({error}); free disk space and start again") from None
 
 
