@@ -105,7 +105,7 @@ class _Host:
         name = int(command.request.id)
         try:
             self.sequences[name] = self.engine.add(command.request)
-        except (ValueError, AquilineError) as error:
+        except (ValueError, AquilineError, OSError) as error:
             self.refused.append(Refused(name, str(error)))
         else:
             self.added.append(name)
