@@ -19,6 +19,7 @@ from tests.conftest import needs_native
 from tests.engine.traffic import Setup, Traffic
 from tests.engine.wishes import CHAINS, COMB, MAX_BATCH, ROW_BUDGET, STEMS, TREES, Wish, draw_wishes
 
+import aquiline.engine.engine as engine_module
 from aquiline.spec.drafting import Drafting
 
 pytestmark = needs_native
@@ -67,9 +68,11 @@ def test_a_long_run_meets_everything_there_is(prefix_cache: bool, late_reads: bo
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_long_run_with_repeated_steps_meets_everything(prefix_cache: bool) -> None:
+def test_a_long_run_with_repeated_steps_meets_everything(prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take no time, as a slow machine would repeat few."""
+    monkeypatch.setattr(engine_module, "MOST_AHEAD_S", 1e9)
     setup = Setup(prefix_cache=prefix_cache, is_taught=False, num_continuous=8)
-    seen = walk(setup, seed=7, num_steps=1500).seen
+    seen = walk(setup, seed=7, num_steps=6000).seen
     wanted = ALWAYS + CACHED * prefix_cache + ("aborted ahead",)
     assert not [what for what in wanted if seen[what] == 0], f"never happened: {dict(seen)}"
 
