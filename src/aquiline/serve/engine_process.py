@@ -98,7 +98,7 @@ class _Host:
         return True
 
     def _prepare(self) -> None:
-        with contextlib.suppress(ValueError):  # of which the requests are told that need grammars
+        with contextlib.suppress(ValueError, OSError):  # of which the requests are told that need grammars
             self.engine.models.grammars.prepare()
 
     def _add(self, command: Submit) -> None:
