@@ -8,7 +8,7 @@
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
 least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py), greedily and sampled. Where the trained
-draft keeps less, mixtures of its weights and the shipped draft's are looked at, and the first that keeps enough is the
+draft may not, mixtures of its weights with the shipped draft's are judged, and the first that may serve is the
 generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused draft only
 learning.json stays.
 """
@@ -54,7 +54,7 @@ weights, without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
 KEPT_OF_OLD = 0.99
-SHARES = (1.0, 0.875, 0.75, 0.5, 0.25)
+SHARES = (1.0, 0.875, 0.75, 0.5)
 """Of the trained draft in what may serve; the shipped one has the rest. Mixed weights lose less of old skills than of
 new ones."""
 RESAMPLES = 1000
@@ -173,8 +173,8 @@ class Learner:
         )  # fmt: skip
 
     def _judge(self, attempt: Attempt, trainer: Trainer) -> Generation:
-        """The trained draft, or the first mixture that keeps old skills, beside its parent on held-out requests and
-        beside the shipped draft on old prompts. What gains nothing is mixed no further."""
+        """The trained draft, or the first mixture that may serve, beside its parent on held-out requests and beside the
+        shipped draft on old prompts."""
         new, old = ([*map(_judged, of)] for of in (attempt.held_out, read_replay(self.store).judged))
         held_out, n = HeldOut(trainer.run.assembler, new + old, PASSES), len(new)
 
@@ -193,7 +193,7 @@ class Learner:
                 attempt.generation, attempt.parent, attempt.tokens, _tau(new, parent[:n]), _tau(new, after[:n]),
                 interval, *kept, accepted=interval[0] > 1 and kept[1] >= KEPT_OF_OLD * kept[0], share=share,
             )  # fmt: skip
-            if found.accepted or interval[0] <= 1:
+            if found.accepted:
                 break
         return found
 
