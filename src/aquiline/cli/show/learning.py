@@ -19,15 +19,14 @@ def show_generations(pair: dict[str, Any], state: ServingState, known: Sequence[
         else f"{pair['target']}: the shipped draft serves"
     )
     table = Table(title=title)
-    for name in ("generation", "from", "share", "served tokens", "tau", "after", "ratio", "old tau", "after", ""):
+    for name in ("generation", "from", "served tokens", "tau", "after", "ratio", "old tau", "after", ""):
         table.add_column(name, justify="right")
     for each in known:
         low, high = each.interval
         table.add_row(
-            str(each.generation), str(each.parent), f"{each.share:g}", f"{each.tokens:,}",
-            f"{each.tau_before:.2f}", f"{each.tau_after:.2f}",
-            f"{each.tau_after / each.tau_before:.3f} [{low:.3f}, {high:.3f}]", f"{each.old_before:.2f}",
-            f"{each.old_after:.2f}", _fate(each, state),
+            str(each.generation), str(each.parent), f"{each.tokens:,}", f"{each.tau_before:.2f}",
+            f"{each.tau_after:.2f}", f"{each.tau_after / each.tau_before:.3f} [{low:.3f}, {high:.3f}]",
+            f"{each.old_before:.2f}", f"{each.old_after:.2f}", _fate(each, state),
         )  # fmt: skip
     wide_console().print(table)
 

@@ -9,8 +9,8 @@
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
 least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py), greedily and sampled. Where the trained
 draft may not, mixtures of its weights with the shipped draft's are judged, and the first that may serve is the
-generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused draft only
-learning.json stays.
+generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation
+only learning.json stays, with the figures of the trained draft.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ CONTEXT = 512
 """Tokens of a training row, and of a judged text: of longer ones what is around the beginning of the answer."""
 STEPS, ROWS, PASSES, LATE_SHARE = 64, 4, 4, 0.25
 """Of a run: optimizer steps, rows of a step, passes of the draft, and the share of rows that later passes train on."""
-RATE_SHARE, AVERAGE = 0.33, 0.95
-"""The peak learning rate as a share of that of a new draft, at which a trained one forgets; the decay of averaged
-weights, without which steps of few rows lose at first what the draft knew."""
+AVERAGE = 0.95
+"""The decay of averaged weights, without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
 KEPT_OF_OLD = 0.995
@@ -156,9 +155,6 @@ class Learner:
         if start is None:
             shutil.rmtree(self.run, ignore_errors=True)
         trainer = Trainer(self._config(attempt, start is not None), alone(), start, Silent(), Clock())
-        for optimizer in trainer.weights.optimizers:
-            for group in optimizer.param_groups:
-                group["peak"] *= RATE_SHARE
         trainer.held_out = HeldOut(trainer.run.assembler, [], PASSES)
         return trainer
 
@@ -185,18 +181,19 @@ class Learner:
                 return np.array(held_out.judge(stored).cycles)
 
         parent, shipped = cycles(self.draft(attempt.parent)), cycles(self.shipped)
+        looks = list[Generation]()
         for share in SHARES:
             draft = mixed(self._head(self.shipped, attempt, trainer), trainer.weights.served(), share)
             trainer.write_draft(draft, self.judged)
             after = cycles(self.judged)
             interval, kept = paired_interval(parent[:n], after[:n]), what_is_kept(old, shipped[n:], after[n:])
-            found = Generation(
+            looks.append(Generation(
                 attempt.generation, attempt.parent, attempt.tokens, _tau(new, parent[:n]), _tau(new, after[:n]),
                 interval, *kept, accepted=interval[0] > 1 and kept[1] >= KEPT_OF_OLD * kept[0], share=share,
-            )  # fmt: skip
-            if found.accepted:
-                break
-        return found
+            ))  # fmt: skip
+            if looks[-1].accepted:
+                return looks[-1]
+        return looks[0]
 
     def _head(self, path: Path, attempt: Attempt, trainer: Trainer) -> DraftHead:
         """A draft as the run has its own."""
