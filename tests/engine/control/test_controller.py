@@ -22,7 +22,8 @@ from aquiline.engine.control.controller import (
     source_of,
 )
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
-from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS
+from aquiline.engine.control.planner import DraftingPlan
+from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS, PlanKey, Plans
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
@@ -180,6 +181,19 @@ def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
     assert tried[:TRIAL_STEPS] == list(range(REPLAN_STEPS, REPLAN_STEPS + TRIAL_STEPS))
     assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + REPLAN_STEPS
     assert "draft" not in far_too_dear
+
+
+@pytest.mark.parametrize(("speedup", "num_plain"), [(1.2, 3), (1.3, 0)])
+def test_where_drafting_brings_little_one_step_of_many_does_not_draft(speedup: float, num_plain: int) -> None:
+    """What such a step takes is then timed."""
+    drafts, plain = DraftingPlan(1.0, 1.0, 2, speedup, 1.0), DraftingPlan(0.8, 1.0, 1)
+    plans, key, found = Plans(), PlanKey(1, 1, False, frozenset()), list[int]()
+    for number in range(3 * TRIAL_PERIOD):
+        plans.take(key, number, 1, lambda: 0.0, lambda least: drafts if least < speedup else plain)
+        plans.earn(1, 1e3)
+        assert plans.current.is_trial == (plans.current.plan is plain)
+        found += [number] * plans.current.is_trial
+    assert len(found) == num_plain and all(b - a >= TRIAL_PERIOD for a, b in pairwise(found))
 
 
 def test_sequences_that_come_and_go_share_a_plan() -> None:
