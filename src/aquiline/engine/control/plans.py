@@ -52,7 +52,7 @@ class Plans:
     def __init__(self) -> None:
         self.current = _Planned(DraftingPlan(0.0, 0.0, 0), 0, 0)
         self._of_loads: dict[PlanKey, _Planned] = {}
-        self._last_trial = self._last_plain = -TRIAL_PERIOD  # the numbers of their steps
+        self._last_trial = -TRIAL_PERIOD  # the number of its step
         self._num_left, self._plan_ms = INITIAL_PLANS, 0.0  # plans that may be made now; the time that one takes
 
     def earn(self, num_steps: int, step_ms: float) -> None:
@@ -80,7 +80,7 @@ class Plans:
             self._last_trial = now
             last = _Planned(self._made(make, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
         elif not load.has_chunks and self._may_rest(now, last.plan.speedup):
-            self._last_plain = now
+            self._last_trial = now
             last = _Planned(self._made(make, math.inf), now + 1, last.steps, True)
         else:
             steps = min(REPLAN_STEPS, 2 * last.steps)
@@ -91,7 +91,7 @@ class Plans:
         return now - self._last_trial >= max(TRIAL_PERIOD, beginning_steps() / TRIAL_TIME_SHARE)
 
     def _may_rest(self, now: int, speedup: float) -> bool:
-        return 1.0 < speedup < 1.0 / TRIAL_SPEEDUP and now - self._last_plain >= TRIAL_PERIOD
+        return 1.0 < speedup < 1.0 / TRIAL_SPEEDUP and now - self._last_trial >= TRIAL_PERIOD
 
     def _made(self, make: Callable[[float], DraftingPlan], least_speedup: float) -> DraftingPlan:
         began = time.perf_counter()
