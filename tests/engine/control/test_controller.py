@@ -212,7 +212,7 @@ def test_temperatures_that_take_turns_are_planned_apart() -> None:
     """Greedily a draft is always right, else never. A plan of one would be followed by the other's next steps."""
     controller = controller_of(pass_ms=PLAIN_MS / 3)
     for temperature, token in ((0.0, 5), (1.0, 6)):
-        record = Record(controller._pools[pool_number(temperature)])
+        record = Record(controller.pools[pool_number(temperature)])
         for _ in range(400):
             record.observe([Guess(5, -1, 5)], [token])
     turns = [sequence_of(temperature=temperature) for temperature in (0.0, 1.0)] * 8
@@ -239,4 +239,4 @@ def test_only_a_draft_that_sees_half_of_its_keys_teaches(window: int, root: int,
     decoded = Decoded(root, [5], 0, root + 1, None, [Guess(5, 6, 3)], first_key)
     output = StepOutput([decoded], [], 2, None)
     controller.learn(Step(StepPlan(decoding=(sequence,)), StepInput((decode,)), SimpleNamespace(read=lambda: output)))
-    assert any(pool.levels.trials != Pool().levels.trials for pool in controller._pools) == teaches
+    assert any(pool.levels.trials != Pool().levels.trials for pool in controller.pools) == teaches
