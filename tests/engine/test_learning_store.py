@@ -91,8 +91,12 @@ def test_a_folder_serves_one_process_and_one_pair(tmp_path: Path) -> None:
     store.lock().close()
     identity = {"target": "1", "draft": "2"}
     store.claim({"target": "a", "draft": "b"}, identity)
-    store.claim({"target": "moved", "draft": "b"}, identity)
+    moved: dict[str, object] = {"target": "moved", "draft": "b", "capture": (1, 2)}
+    store.claim(moved, identity)
     assert store.pair["target"] == "moved"
+    written = (tmp_path / "pair.json").stat().st_ino
+    store.claim(moved, identity)
+    assert (tmp_path / "pair.json").stat().st_ino == written, "the disk may be full, and nothing is new"
     with pytest.raises(ValueError, match=r"learn=.*: belongs to another pair, of target 'moved' and draft 'b'"):
         store.claim({"target": "c", "draft": "d"}, identity | {"draft": "3"})
 

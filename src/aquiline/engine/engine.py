@@ -12,7 +12,8 @@ from typing import Any
 
 from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
-from aquiline.engine.control.calibrate import cost_table
+from aquiline.engine.control.acceptance import new_pools
+from aquiline.engine.control.calibrate import cost_table, keep_pools, known_pools
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
@@ -115,7 +116,8 @@ class Engine:
         does it too. It takes some seconds if the costs were never measured on this machine."""
         if self.controller is None:
             costs = StepCosts(cost_table(self.models, self.config.calibration))
-            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window)
+            pools = known_pools(self.models) if self.config.calibration else new_pools()
+            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window, pools)
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
@@ -155,6 +157,8 @@ class Engine:
     def close(self) -> None:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
         self.reset()
+        if self.controller is not None and self.config.calibration:
+            keep_pools(self.models, self.controller.pools)
         self.past = None
         self.backend.close()
 

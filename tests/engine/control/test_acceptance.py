@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from aquiline.engine.control.acceptance import (
-    NUM_POOLS,
+    KEPT_EVENTS,
     Pool,
     Record,
     chances_of,
     margins_of,
+    new_pools,
     pool_number,
     seconds_of,
 )
@@ -46,8 +47,34 @@ def test_a_half_blind_draft_says_nothing_of_other_texts() -> None:
 
 def test_temperatures_have_pools_of_their_own() -> None:
     numbers = [pool_number(t) for t in (0.0, 0.3, 0.5, 0.8, 1.0, 2.0)]
-    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == NUM_POOLS - 1
-    assert len(set(numbers)) == NUM_POOLS
+    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == len(new_pools()) - 1
+    assert len(set(numbers)) == len(new_pools())
+
+
+def test_what_a_run_learnt_another_begins_with() -> None:
+    pool, record = Pool(), Record(learnt := Pool())
+    for _ in range(300):
+        record.observe([guess(1, 3), guess(2, 5, 9)], [1, 9])
+    pool.begin_with(learnt.counts())
+    assert [pool.chances.share(m) for m in (3, 5)] == pytest.approx([learnt.chances.share(m) for m in (3, 5)])
+    assert [own.shares() for own in pool.margins] == [pytest.approx(own.shares()) for own in learnt.margins]
+    assert pool.seconds.share(5) == pytest.approx(learnt.seconds.share(5)) and pool.seconds.share(5) > 0.9
+    assert pool.levels.trials == [KEPT_EVENTS] * 2 and pool.chances.trials[0] == learnt.chances.trials[0], (
+        "few stay few"
+    )
+    for _ in range(100):
+        Record(pool).observe([guess(2, 3)], [1])
+    assert pool.chances.share(3) < 0.5, "it gives way to what comes"
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("broken", [[], [1.0], ["1"] * 8, [float("nan")] * 8, [-1.0] * 8, [1e9] * 8, None, 7])
+def test_counts_that_none_can_be_are_refused(place: int, broken: object) -> None:
+    counts: list[object] = [*Pool().counts()]
+    assert len(counts) == 8
+    counts[place] = broken
+    with pytest.raises((ValueError, TypeError)):
+        Pool().begin_with(counts)  # type: ignore[arg-type]
 
 
 def test_a_young_request_follows_the_pool_and_then_its_own_text() -> None:

@@ -18,6 +18,7 @@ from tests.engine.driving import add, finish, words
 
 from aquiline.config import Environment, SamplingParams, cache_directory
 from aquiline.engine.control import calibrate
+from aquiline.engine.control.acceptance import Pool
 from aquiline.engine.control.calibrate import cost_table, estimated_table, measured_table
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import MAX_TABLE_ROWS, MIN_MS, CostTable, StepCosts
@@ -169,6 +170,31 @@ def assert_is_measured_anew(change: Callable[[str], str], monkeypatch: pytest.Mo
         patch.setattr(calibrate, "measured_table", lambda models: measured)
         assert cost_table(models, True) is measured, "the broken one was taken"
         assert file.read_text() == sound
+
+
+@needs_native
+def test_a_run_begins_with_the_chances_that_the_last_one_learnt(caplog: pytest.LogCaptureFixture) -> None:
+    def after(num_tokens: int, has_calibration: bool = True) -> tuple[list[list[float]], list[list[float]]]:
+        """What a run begins with, and what it ends with."""
+        llm = LLM.from_models(models_of(400), engine_config(1, calibration=has_calibration))
+        llm.engine.prepare_choosing()
+        assert llm.engine.controller is not None
+        pool = llm.engine.controller.pools[0]
+        began = pool.counts()
+        if num_tokens:
+            llm.run([words(20)], SamplingParams(max_tokens=num_tokens, temperature=0.0), drafting=Adaptive())
+        llm.close()
+        return began, pool.counts()
+
+    unlearnt, first = after(60)
+    began, second = after(0)
+    assert unlearnt == Pool().counts() != first and began == first == second
+    assert after(0, has_calibration=False)[0] == unlearnt, "nothing is read or written"
+    [file] = cache_directory().glob("chances-*.json")
+    for text in ("", "[]", '["a"]', "[" * 5000, file.read_text().replace("[", "{", 1)):
+        file.write_text(text)
+        caplog.clear()
+        assert after(0)[0] == unlearnt and "chances" in caplog.text, text
 
 
 @pytest.mark.parametrize("isa", [pytest.param(None, marks=needs_native), "off"])

@@ -22,7 +22,8 @@ from aquiline.engine.control.controller import (
     source_of,
 )
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
-from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS
+from aquiline.engine.control.planner import DraftingPlan
+from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS, PlanKey, Plans
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
@@ -182,6 +183,19 @@ def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
     assert "draft" not in far_too_dear
 
 
+@pytest.mark.parametrize(("speedup", "num_plain"), [(1.2, 3), (1.3, 0)])
+def test_where_drafting_brings_little_one_step_of_many_does_not_draft(speedup: float, num_plain: int) -> None:
+    """What such a step takes is then timed."""
+    drafts, plain = DraftingPlan(1.0, 1.0, 2, speedup, 1.0), DraftingPlan(0.8, 1.0, 1)
+    plans, key, found = Plans(), PlanKey(1, 1, False, frozenset()), list[int]()
+    for number in range(3 * TRIAL_PERIOD):
+        plans.take(key, number, 1, lambda: 0.0, lambda least: drafts if least < speedup else plain)
+        plans.earn(1, 1e3)
+        assert plans.current.is_trial == (plans.current.plan is plain)
+        found += [number] * plans.current.is_trial
+    assert len(found) == num_plain and all(b - a >= TRIAL_PERIOD for a, b in pairwise(found))
+
+
 def test_sequences_that_come_and_go_share_a_plan() -> None:
     """As many as two that stay: one for 16 steps of two sequences, one for a trial of 4, and one for 32."""
     for others in (1, 4):
@@ -198,7 +212,7 @@ def test_temperatures_that_take_turns_are_planned_apart() -> None:
     """Greedily a draft is always right, else never. A plan of one would be followed by the other's next steps."""
     controller = controller_of(pass_ms=PLAIN_MS / 3)
     for temperature, token in ((0.0, 5), (1.0, 6)):
-        record = Record(controller._pools[pool_number(temperature)])
+        record = Record(controller.pools[pool_number(temperature)])
         for _ in range(400):
             record.observe([Guess(5, -1, 5)], [token])
     turns = [sequence_of(temperature=temperature) for temperature in (0.0, 1.0)] * 8
@@ -225,4 +239,4 @@ def test_only_a_draft_that_sees_half_of_its_keys_teaches(window: int, root: int,
     decoded = Decoded(root, [5], 0, root + 1, None, [Guess(5, 6, 3)], first_key)
     output = StepOutput([decoded], [], 2, None)
     controller.learn(Step(StepPlan(decoding=(sequence,)), StepInput((decode,)), SimpleNamespace(read=lambda: output)))
-    assert any(pool.levels.trials != Pool().levels.trials for pool in controller._pools) == teaches
+    assert any(pool.levels.trials != Pool().levels.trials for pool in controller.pools) == teaches

@@ -127,6 +127,22 @@ def test_noise_moves_little_and_rows_are_told_from_their_base() -> None:
         assert costs.rows_factor < 0.78 and costs.base_factor > 1.3
 
 
+def test_rows_that_slow_memory_hid_get_a_price() -> None:
+    """By the table eight rows cost what one costs. Memory is twice as fast now, and eight rows take what they took."""
+    points = [(1, 2.0), (8, 2.0), (64, 16.0)]
+    draw, costs = random.Random(0), StepCosts(CostTable(times_by_rows(points), EDGED, EDGED))
+    truth = times_by_rows([(1, 1.0), *points[1:]])
+    for _ in range(150):
+        rows = draw.choice((3, 4, 5, 6, 8))
+        costs.learn_verify(rows, 0.0, 0.0, truth[rows] * draw.gauss(1.0, 0.03))
+    for rows in (1, 2, 4, 8):
+        assert costs.verify(rows) == pytest.approx(truth[rows], rel=0.12), rows
+    assert costs.verify(32) == pytest.approx(truth[32], rel=0.15), "not early rows"
+    more = costs.further_rows(2, 10)
+    assert more[4] == pytest.approx(truth[6] - truth[2], rel=0.25), "copies pay it too"
+    assert more[6] - more[4] == pytest.approx(0.5 * more[4], rel=0.01) and more[7] - more[6] > 0.2
+
+
 def test_one_long_pause_moves_little() -> None:
     costs = StepCosts(TABLE)
     costs.learn_verify(4, 0.0, 0.0, 1e6)

@@ -20,6 +20,9 @@ _RUNNER_UP_CHANCES = (0.25, 0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.02)
 PRIOR_EVENTS = 8.0
 """The weight, in events, of these first chances, and of a pool's share beside a sequence's own events."""
 
+KEPT_EVENTS = 64.0
+"""The weight, in events, that what an earlier run learnt of a bucket or a level has at most."""
+
 POOL_MEMORY, OWN_MEMORY = 1024.0, 48.0
 """Number of events at which half of them are forgotten: of a bucket in a pool, and of a sequence."""
 
@@ -30,9 +33,6 @@ _TEMPERATURE_BOUNDS = (0.0, 0.5, 0.9)
 def pool_number(temperature: float) -> int:
     """The number of the pool that collects the events of a temperature."""
     return sum(temperature > end for end in _TEMPERATURE_BOUNDS)
-
-
-NUM_POOLS = len(_TEMPERATURE_BOUNDS) + 1
 
 
 class Margins(NamedTuple):
@@ -62,6 +62,16 @@ class Rates:
             trials, hits = 0.5 * trials, 0.5 * hits
         self.trials[kind], self.hits[kind] = trials, hits
 
+    def begin_with(self, hits: Sequence[float], trials: Sequence[float]) -> None:
+        """Begin with the counts of an earlier run."""
+        kinds = list(zip(hits, trials, strict=True))
+        if len(kinds) != len(self.hits) or not all(
+            0.0 <= hit <= trial <= self.memory and trial for hit, trial in kinds
+        ):
+            raise ValueError(f"hits={hits}, trials={trials}: must be {len(self.hits)} counts each, hits among trials")
+        weights = [min(1.0, KEPT_EVENTS / trial) for trial in trials]
+        self.hits, self.trials = ([weight * n for weight, n in zip(weights, of, strict=True)] for of in (hits, trials))
+
     def share(self, kind: int) -> float:
         """Hits per trial."""
         return self.hits[kind] / self.trials[kind]
@@ -79,6 +89,14 @@ class MarginCounts:
         self.total += 1.0
         if self.total >= self.memory:
             self.counts, self.total = [0.5 * count for count in self.counts], 0.5 * self.total
+
+    def begin_with(self, counts: Sequence[float]) -> None:
+        """Begin with the counts of an earlier run."""
+        if len(counts) != NUM_MARGINS or not all(0.0 < count <= self.memory for count in counts):
+            raise ValueError(f"margins={counts}: must be {NUM_MARGINS} counts")
+        weight = min(1.0, KEPT_EVENTS / sum(counts))
+        self.counts = [weight * count for count in counts]
+        self.total = sum(self.counts)
 
     def shares(self) -> list[float]:
         """The share of each bucket."""
@@ -99,6 +117,24 @@ class Pool:
             Rates(_RUNNER_UP_CHANCES, PRIOR_EVENTS, POOL_MEMORY),
         )
         self.levels = Rates((0.5, 0.5), PRIOR_EVENTS, POOL_MEMORY)
+
+    def counts(self) -> list[list[float]]:
+        """All counts, for another run to begin with."""
+        rates = [counts for of in (self.chances, self.seconds, self.levels) for counts in (of.hits, of.trials)]
+        return [[*counts] for counts in (*rates, *(margins.counts for margins in self.margins))]
+
+    def begin_with(self, counts: Sequence[Sequence[float]]) -> None:
+        """Begin with what another run's counts() were. Raises ValueError or TypeError for anything else."""
+        *rates, first, deeper = counts
+        for own, hits, trials in zip((self.chances, self.seconds, self.levels), rates[::2], rates[1::2], strict=True):
+            own.begin_with(hits, trials)
+        for margins, found in zip(self.margins, (first, deeper), strict=True):
+            margins.begin_with(found)
+
+
+def new_pools() -> list[Pool]:
+    """A pool for each range of temperatures."""
+    return [Pool() for _ in range(len(_TEMPERATURE_BOUNDS) + 1)]
 
 
 class Record:

@@ -3,6 +3,8 @@
 A table depends on the models' geometry, their storage, the arithmetic, the machine and its threads. It is kept in the
 cache directory under a hash of all of these, so that it is measured once. One that was measured while others used the
 processors is measured again at the next starts, MAX_TRIES times in all, and the least disturbed one is kept.
+
+Beside it lies how often the pair's drafts were right, for the next run to begin with.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
@@ -25,6 +28,7 @@ import psutil
 from aquiline.backends.base import Admit, Backend, Chunk, Decode, Pages, Sizes, StepInput
 from aquiline.checks import parse_json
 from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
+from aquiline.engine.control.acceptance import Pool, new_pools
 from aquiline.engine.control.costs import MIN_MS, CostTable, ms_at, times_by_rows
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
@@ -89,6 +93,30 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
     except OSError as error:
         logger.warning("%s: cannot be written (%s); the next start measures again", file, error)
     return found.table
+
+
+def known_pools(models: LoadedModels) -> list[Pool]:
+    """How often this pair's drafts are right, as earlier runs learnt it."""
+    file, pools = _chances_file(models), new_pools()
+    try:
+        for pool, counts in zip(pools, parse_json(file.read_bytes()), strict=True):
+            pool.begin_with(counts)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s: broken (%s); learning again", file, error)
+        return new_pools()
+    return pools
+
+
+def keep_pools(models: LoadedModels, pools: Sequence[Pool]) -> None:
+    """Keep what was learnt for the next run. It is lost where nothing can be written."""
+    with suppress(OSError):
+        _write(_chances_file(models), json.dumps([pool.counts() for pool in pools]))
+
+
+def _chances_file(models: LoadedModels) -> Path:
+    return cache_directory() / f"chances-{_key(models)}.json"
 
 
 class _Kept(NamedTuple):

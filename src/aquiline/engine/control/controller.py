@@ -20,7 +20,7 @@ from functools import partial
 
 from aquiline.backends.base import Decode, Decoded
 from aquiline.config import MAX_CHAIN
-from aquiline.engine.control.acceptance import NUM_POOLS, POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, pool_number
+from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, new_pools, pool_number
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import (
     MIN_NODE_TOKENS,
@@ -98,14 +98,14 @@ class _SequenceState:
 @dataclass(eq=False)
 class Controller:
     """Chooses for the adaptive sequences of an engine and learns from every step. draft_window: how many keys a draft
-    row sees at most; 0: all."""
+    row sees at most; 0: all. pools: by range of temperatures."""
 
     costs: StepCosts
     ledger: Ledger = field(default_factory=Ledger)
     draft_window: int = 0
+    pools: Items[Pool] = field(default_factory=new_pools)
 
     def __post_init__(self) -> None:
-        self._pools = [Pool() for _ in range(NUM_POOLS)]
         self._states: dict[Sequence, _SequenceState] = {}
         self._overlap = Rates((INITIAL_OVERLAP,), PRIOR_EVENTS, POOL_MEMORY)  # of rightly copied first tokens
         self._steps_untimed = TIMING_STEPS
@@ -260,7 +260,7 @@ class Controller:
     def _state_of(self, sequence: Sequence) -> _SequenceState:
         found = self._states.get(sequence)
         if found is None:
-            pool = self._pools[pool_number(sequence.request.sampling.temperature)]
+            pool = self.pools[pool_number(sequence.request.sampling.temperature)]
             found = self._states[sequence] = _SequenceState(Record(pool) if sequence.drafts else None, gain=self._gain)
         return found
 

@@ -5,6 +5,10 @@ times of real steps. A forward of one row, the further rows, the keys, and draft
 the machine within some tens of steps. Each number of rows also has a factor of its own, because the time by rows has
 edges that no formula describes.
 
+While the weights are read, a few further rows are computed. So a table that was measured while memory was slow says
+that they take no time, which no factor would correct. What each of the first EARLY_ROWS takes beyond the table is
+learnt as a share of a forward of one row.
+
 Keys that come from slow memory take longer than the table says, and that time is shared by all rows of their sequence:
 as long as one row waits for its keys, further rows are computed meanwhile. So the factor of the keys is that of one row
 for each sequence, and further rows cost what they exceed the waiting by.
@@ -26,6 +30,9 @@ from aquiline.config import MAX_DEPTH
 MAX_TABLE_ROWS = 256
 """A table has an entry for every number of rows up to this one. Beyond, times continue with the last slope."""
 
+EARLY_ROWS = 7
+"""The first further rows, whose time slow memory hides."""
+
 MIN_MS, MAX_MS = 1e-9, 1e9
 """Bounds of a table: the least time of a forward, and the greatest of any part of a step."""
 
@@ -33,12 +40,13 @@ STAGE_SMOOTHING, ROW_SMOOTHING = 1 / 8, 1 / 32
 """Weight of a new measurement in the factor of a stage, and in the factor of one number of rows. The second is smaller,
 so that a change which all numbers of rows share goes to the stage."""
 
-FACTOR_DRIFT, MAX_DOUBT = (0.05, 0.02, 0.05), (0.3, 0.12, 0.5)
-"""Of the factors of the base, the rows and the keys: the standard deviation of the change between two measurements, and
-the greatest standard deviation of the estimate."""
+FACTOR_DRIFT, MAX_DOUBT = (0.05, 0.05, 0.05, 0.05), (0.26, 0.3, 1.0, 0.3)
+"""Of the factors of the base, the rows, the keys and the early rows: the standard deviation of the change between two
+measurements, and the greatest standard deviation of the estimate."""
 
 TIME_NOISE, MAX_ERROR = 0.1, 0.15
-"""Relative noise of a measured step, and the greatest relative error that is believed."""
+"""Relative noise of a measured step, and how much longer than expected it is believed to be: a pause is longer still.
+Nothing makes a step shorter than it is."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +133,20 @@ class StepCosts:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
-        self.host_ms = 0.0
-        self._covariance = [[MAX_DOUBT[i] ** 2 * (i == j) for j in range(3)] for i in range(3)]
+        self.early_factor, self.host_ms = 0.0, 0.0
+        self._covariance = [[MAX_DOUBT[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
         self._row_factors = [1.0] * (MAX_TABLE_ROWS + 1)  # by the number of rows
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
         """A forward of that number of rows. keys: keys of all its sequences; key_rows: the sum over the sequences of
         keys times rows."""
-        base, further, of_keys = self._parts(rows, keys, key_rows)
-        return base + further + of_keys
+        base, further, of_keys, early = self._parts(rows, keys, key_rows)
+        return (
+            self.base_factor * base
+            + self.rows_factor * further
+            + self.keys_factor * of_keys
+            + self.early_factor * early
+        )
 
     def verify_each(self, rows: int, most: int, keys: float, keys_each: float) -> list[float]:
         """The forwards of `rows` rows, each of which reads its own keys, and of 0 to `most` further rows, each of which
@@ -167,8 +180,10 @@ class StepCosts:
 
     def further_rows(self, rows: int, most: int) -> list[float]:
         """What 0 to `most` verified rows cost beside `rows` others, keys apart."""
-        ms = self.table.verify
-        return [self.rows_factor * (ms_at(ms, rows + n) - ms_at(ms, rows)) for n in range(most + 1)]
+        ms, early = self.table.verify, self.early_factor * ms_at(self.table.verify, 1) / EARLY_ROWS
+        most_early = max(0, 1 + EARLY_ROWS - rows)
+        each = [self.rows_factor * (ms_at(ms, rows + n) - ms_at(ms, rows)) for n in range(most + 1)]
+        return [more + early * min(n, most_early) for n, more in enumerate(each)]
 
     def row_keys(self, keys: float) -> float:
         """The time that a sequence's keys add to each of its further rows."""
@@ -200,22 +215,22 @@ class StepCosts:
     def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:
         """Learn the time of a forward, with everything else that its step did but drafting.
 
-        A Kalman filter follows the three factors. Steps with different numbers of rows tell the base and the rows
+        A Kalman filter follows the four factors. Steps with different numbers of rows tell the base and the rows
         apart: where memory is slow, the base is expensive and further rows cost little."""
-        base, further, of_keys = self._parts(rows, keys, key_rows)
-        expected = base + further + of_keys
-        error = min(MAX_ERROR, max(-MAX_ERROR, measured_ms / expected - 1)) * expected
-        factors, doubts = [self.base_factor, self.rows_factor, self.keys_factor], self._covariance
-        parts = [part / factor for part, factor in zip((base, further, of_keys), factors, strict=True)]
-        for i in range(3):
+        parts, doubts = self._parts(rows, keys, key_rows), self._covariance
+        factors = [self.base_factor, self.rows_factor, self.keys_factor, self.early_factor]
+        expected = sum(factor * part for factor, part in zip(factors, parts, strict=True))
+        error = min(MAX_ERROR * expected, measured_ms - expected)
+        for i in range(4):
             doubts[i][i] = min(MAX_DOUBT[i] ** 2, doubts[i][i] + FACTOR_DRIFT[i] ** 2)
         spread = [sum(doubt * part for doubt, part in zip(row, parts, strict=True)) for row in doubts]
         total = sum(part * each for part, each in zip(parts, spread, strict=True)) + (TIME_NOISE * expected) ** 2
-        for i in range(3):
-            factors[i] = _within(factors[i] + spread[i] / total * error, 0.05, 20.0)
-            for j in range(3):
+        for i in range(4):
+            factors[i] = _within(factors[i] + spread[i] / total * error, 0.0 if i == 3 else 0.05, 20.0)
+            for j in range(4):
                 doubts[i][j] -= spread[i] * spread[j] / total
-        self.base_factor, self.rows_factor, self.keys_factor = factors
+        self.base_factor, self.rows_factor, self.keys_factor, early = factors
+        self.early_factor = min(self.base_factor, early)
         if rows <= MAX_TABLE_ROWS:
             step = ROW_SMOOTHING * error / expected
             self._row_factors[rows] = _within(self._row_factors[rows] * (1 + step), 0.5, 2.0)
@@ -229,12 +244,14 @@ class StepCosts:
         """Learn the time of a step outside the backend's stages."""
         self.host_ms += STAGE_SMOOTHING * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
 
-    def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float]:
-        """Milliseconds of a forward of one row, of the further rows, and of the keys of one row for each sequence."""
+    def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float, float]:
+        """Milliseconds by the table, without the factors: of a forward of one row, of the further rows, of the keys of
+        one row for each sequence, and of a forward of one row again, as much more or less of it as there are more or
+        fewer early rows than half of them."""
         one, of_keys = self.table.verify[1], self._one_row_keys(keys)
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
         further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows, of_keys)
-        return self.base_factor * one * own, self.rows_factor * further, self.keys_factor * of_keys
+        return one * own, further, of_keys, (min(1.0, (rows - 1) / EARLY_ROWS) - 0.5) * one
 
     def _one_row_keys(self, keys: float) -> float:
         """The time that keys add to a forward of one row for each sequence, by the table."""

@@ -116,14 +116,15 @@ class Terms(NamedTuple):
 
 class DraftingPlan(NamedTuple):
     """A plan for some steps. rate: the price of time, in tokens per millisecond; row_ms: what a copied token costs;
-    num_rows: rows of a step, copies apart. If any sequence drafts: planned_rate: the rate of the steps; row_costs: the
-    cost of their nodes, see StepInput; least_share: the first-token acceptance from which a sequence drafts; part_ms:
-    its part of the passes; node: what a node costs on average, in tokens; least: the cost of the cheapest one; levels
-    and least_pass: where chains end, see BestDrafting."""
+    num_rows: rows of a step, copies apart; speedup: the rate over that of steps that draft nothing. If any sequence
+    drafts: planned_rate: the rate of the steps; row_costs: the cost of their nodes, see StepInput; least_share: the
+    first-token acceptance from which a sequence drafts; part_ms: its part of the passes; node: what a node costs on
+    average, in tokens; least: the cost of the cheapest one; levels, least_pass: where chains end, see BestDrafting."""
 
     rate: float
     row_ms: float
     num_rows: int
+    speedup: float = 1.0
     planned_rate: float = 0.0
     row_costs: tuple[float, ...] = ()
     least_share: float = 0.0
@@ -161,7 +162,7 @@ class Planner:
         row_costs = tuple([rate * (ms - best.row_ms[0]) for ms in best.row_ms])
         num_rows = load.rows + best.num_nodes
         return DraftingPlan(
-            rate, self.costs.row(num_rows, max(2, load.tokens)), num_rows, best.rate, row_costs,
+            rate, self.costs.row(num_rows, max(2, load.tokens)), num_rows, rate / best.plain, best.rate, row_costs,
             least_share=records[best.num_drafting - 1].share(0) if best.num_drafting < len(records) else 0.0,
             part_ms=best.draft_ms / best.num_drafting, node=row_costs[best.num_nodes] / best.num_nodes,
             least=max(MIN_NODE_TOKENS, min(more - less for less, more in pairwise(row_costs))),

@@ -22,7 +22,8 @@ batch, a timing some tens."""
 TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
 the tokens: what rows cost beside each other is known for sure only where it was timed. Trials are rarer where the draft
-keys that they begin with would take more than this share of the time."""
+keys that they begin with would take more than this share of the time. Where drafting is expected to bring less than
+1 / 0.8 times the tokens, one step of 256 does not draft, and tells what that costs."""
 
 
 class PlanKey(NamedTuple):
@@ -78,6 +79,9 @@ class Plans:
         elif not load.has_chunks and not last.plan.planned_rate and self._may_try(now, beginning_steps):
             self._last_trial = now
             last = _Planned(self._made(make, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
+        elif not load.has_chunks and self._may_rest(now, last.plan.speedup):
+            self._last_trial = now
+            last = _Planned(self._made(make, math.inf), now + 1, last.steps, True)
         else:
             steps = min(REPLAN_STEPS, 2 * last.steps)
             last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)
@@ -85,6 +89,9 @@ class Plans:
 
     def _may_try(self, now: int, beginning_steps: Callable[[], float]) -> bool:
         return now - self._last_trial >= max(TRIAL_PERIOD, beginning_steps() / TRIAL_TIME_SHARE)
+
+    def _may_rest(self, now: int, speedup: float) -> bool:
+        return 1.0 < speedup < 1.0 / TRIAL_SPEEDUP and now - self._last_trial >= TRIAL_PERIOD
 
     def _made(self, make: Callable[[float], DraftingPlan], least_speedup: float) -> DraftingPlan:
         began = time.perf_counter()

@@ -108,7 +108,9 @@ class LearningStore:
                 f"learn={str(self.folder)!r}: belongs to another pair, of target {known['target']!r} and draft "
                 f"{known['draft']!r}; name another folder"
             )
-        self._write("pair.json", pair | {"identity": identity})
+        told = parse_json(json.dumps(pair | {"identity": identity}))
+        if known != told:  # an engine that starts again on a full disk has nothing to write
+            self._write("pair.json", told)
 
     def segments(self) -> list[Path]:
         """Segments of served requests, the oldest first."""
