@@ -17,6 +17,8 @@ from aquiline.regenerate.answering import rejected_tokens
 from aquiline.spec.drafting import Chain
 
 LENGTH = 3
+FAST = 1e-2
+"""A learning rate at which a draft that has learnt nothing learns in a short run."""
 
 
 def write_pair(folder: Path) -> PairConfig:

@@ -15,17 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.disk import full_after
-from tests.train.learning import serve, told, weights, write_pair, write_store
+from tests.train.learning import FAST, serve, told, weights, write_pair, write_store
 
 from aquiline.config import PairConfig
 from aquiline.engine.learning.store import LearningStore, Served, ServingState
 from aquiline.engine.learning.upkeep import forget_learnt
 from aquiline.engine.model import ResolvedPair
 from aquiline.errors import CheckpointError
+from aquiline.train import prepare
 from aquiline.train.learner import generation, lesson
-from aquiline.train.learner.generation import Learner, paired_interval
+from aquiline.train.learner.generation import Learner, paired_interval, what_is_kept
 from aquiline.train.learner.lesson import read_lesson
 from aquiline.train.learner.replay import write_replay
+from aquiline.train.simulated_tau import JudgedText
 from aquiline.train.trainer import Trainer
 
 
@@ -42,7 +44,7 @@ def served(pair: PairConfig) -> list[Served]:
 @pytest.fixture
 def store(pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearningStore:
     """Served by a draft that has learnt nothing, and learns fast."""
-    monkeypatch.setattr(generation, "RATE_SHARE", 10.0)
+    monkeypatch.setattr(prepare, "default_lr", lambda target: FAST)
     return write_store(tmp_path / "learnt", pair, served)
 
 
@@ -78,6 +80,14 @@ def test_an_interval_is_that_of_paired_texts() -> None:
     assert low < before.sum() / (before / noise).sum() < high and high - low > 0.05
 
 
+def test_old_skills_are_kept_greedily_and_sampled() -> None:
+    texts = [JudgedText(np.zeros(21, np.int32), 10, temperature) for temperature in (0.0, 0.8, 0.0, 0.8)]
+    shipped = np.array([2.0, 5.0, 3.0, 5.0])
+    assert what_is_kept(texts, shipped, shipped / [2.0, 0.8, 2.0, 0.8]) == pytest.approx((2.0, 1.6)), "sampled"
+    assert what_is_kept(texts, shipped, shipped / [0.5, 1.2, 0.5, 1.2]) == pytest.approx((4.0, 2.0)), "greedily"
+    assert what_is_kept(texts[::2], shipped[::2], shipped[::2]) == (4.0, 4.0), "where nothing was sampled"
+
+
 @pytest.mark.rare
 def test_a_generation_learns_and_keeps_what_features_were_fused_with(
     store: LearningStore, pair: PairConfig, served: list[Served]
@@ -100,12 +110,33 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
 
 
 @pytest.mark.rare
+def test_a_draft_that_forgets_is_mixed_with_the_shipped_one(
+    store: LearningStore, pair: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looks find that old skills are lost; the third share serves, with its own figures."""
+    read, other = read_lesson(store, (0, 0)), LearningStore(shutil.copytree(store.folder, tmp_path / "other"))
+    whole = learner(other, pair).learn(read)
+    looks = iter([(2.0, 1.9), (2.0, 1.98), (2.0, 1.995)])
+    monkeypatch.setattr(generation, "what_is_kept", lambda old, shipped, after: next(looks))
+    found = learner(store, pair).learn(read)
+    assert found is not None and found.accepted and found.share == generation.SHARES[2] == 0.75
+    assert whole is not None and whole.share == 1 and whole.tau_before == found.tau_before
+    assert (found.old_before, found.old_after) == (2.0, 1.995) and whole.tau_before < found.tau_after != whole.tau_after
+    drafts = (Path(str(pair.draft)), other.checkpoint(1), store.checkpoint(1))
+    shipped, trained, mixed = (load_file(draft / "model.safetensors") for draft in drafts)
+    assert torch.equal(mixed["fc.weight"].bfloat16(), shipped["fc.weight"].bfloat16())
+    name = "lm_head.weight"
+    wanted = 0.25 * shipped[name].float() + 0.75 * trained[name].float()
+    assert torch.allclose(mixed[name].float(), wanted, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.rare
 def test_of_a_refused_draft_the_figures_stay(
     store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "KEPT_OF_OLD", 9.0)
     found = learner(store, pair).learn(read_lesson(store, (0, 0)))
-    assert found is not None and found.interval[0] > 1 and not found.accepted
+    assert found is not None and found.interval[0] > 1 and not found.accepted and found.share == 1
     assert store.generations() == [found] and [file.name for file in store.checkpoint(1).iterdir()] == ["learning.json"]
 
 

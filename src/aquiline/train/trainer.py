@@ -211,18 +211,20 @@ class Trainer:
 
     def _save(self, served: DraftHead) -> Path:
         """Write a checkpoint: the draft in bfloat16, the master weights in float32. Must be called on every rank."""
-        p, scale = self.progress, self.run.scale
+        p = self.progress
         p.seconds = self.clock.seconds()
         state = self.weights.state()
-        state |= {"scale": scale.cpu(), "progress": vars(p).copy(), "settings": self.run.settings}
+        state |= {"scale": self.run.scale.cpu(), "progress": vars(p).copy(), "settings": self.run.settings}
         if not self.world.is_first:
             return self.config.out
-        served.fc.data = served.fc.data * scale
-        served = served.to(torch.bfloat16).cpu()
-        write = partial(save_head, served, target=self.run.teacher.decoder)
-        folder = self.checkpoints.save(p.step, write, state)
+        folder = self.checkpoints.save(p.step, partial(self.write_draft, served), state)
         self.clock.saved = time.perf_counter()
         return folder
+
+    def write_draft(self, head: DraftHead, folder: Path) -> None:
+        """Write a head of the shape of this run's as a draft that can be served. Changes the head."""
+        head.fc.data = head.fc.data * self.run.scale
+        save_head(head.to(torch.bfloat16).cpu(), folder, target=self.run.teacher.decoder)
 
     def _restore(self, start: Checkpoint) -> None:
         stored = start.state["settings"]

@@ -43,8 +43,9 @@ each time that so many more have come."""
 DEVIATIONS = 2.6
 """Half the width of the interval of a difference, in standard deviations: it holds the truth 99 times of 100."""
 
-TORCH_BYTES, STATE_BYTES = 400e6, 16
-"""Memory of torch itself; bytes of a weight that trains: itself, its gradient and two moments in float32."""
+TORCH_BYTES, STATE_BYTES, WORD_BYTES = 750e6, 16, 200e3
+"""Memory of torch and what it holds back; bytes of a weight that trains: itself, its gradient and two moments in
+float32; of the rows of a step, by word of the draft's vocabulary. So two pairs have it, of 3.5 and 1.5 GB."""
 
 
 @dataclass
@@ -246,7 +247,7 @@ def told(config: LearnConfig, weight_bytes: int, draft: DraftConfig) -> str:
     """What a user is told before the first request: what is stored, how to refuse, and what the trainer takes."""
     own, heads = draft.model, draft.model.head_dim * (3 * draft.model.num_heads + 4 * draft.model.num_kv_heads)
     num_weights = own.hidden_size * (3 * own.intermediate_size + draft.draft_vocab_size + heads)
-    memory = weight_bytes + TORCH_BYTES + STATE_BYTES * num_weights
+    memory = weight_bytes + TORCH_BYTES + STATE_BYTES * num_weights + WORD_BYTES * draft.draft_vocab_size
     return (
         f"learn: of every answered request the token ids and the places of rejected drafts are stored in "
         f"{config.learn}, readable by its owner alone, {config.learn_bytes / 1e6:.0f} MB at most, the oldest go; "

@@ -5,7 +5,7 @@
     DIR/generations/NNNN/     a draft checkpoint with learning.json (`Generation`); appears whole, by a rename
     DIR/state.json            which generation serves (`ServingState`); replaced whole
     DIR/lock                  held by the process that serves
-    DIR/replay, work, learner.json  the trainer's own (train/learner)
+    DIR/replay, unfinished, learner.json  the trainer's own (train/learner)
 
 Generation 0 is the draft as it was shipped, and has no folder. Files hold token ids of users' texts: folders have the
 mode 0700, files 0600.
@@ -49,8 +49,9 @@ Place = tuple[int, int]
 class Generation:
     """What learning.json says of a generation's draft. parent: the generation that its training began from; tokens:
     served tokens that it was trained on; tau_before, tau_after: simulated tau of the parent and of it on the held-out
-    tail of what was served, and interval, of the ratio of the two; old_before, old_after: the same on the sample of
-    what the draft was shipped for; accepted: whether the judge let it serve."""
+    tail of what was served, and interval, of the ratio of the two; old_before, old_after: those of the shipped draft
+    and of it on the sample of what that was shipped for, greedily or sampled, where it keeps less; accepted: whether
+    the judge let it serve; share: that of the trained weights in it, the rest are the shipped draft's."""
 
     generation: int
     parent: int
@@ -61,6 +62,7 @@ class Generation:
     old_before: float
     old_after: float
     accepted: bool
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -2,5 +2,6 @@
 
 `python -m aquiline.train.learner DIR` waits until DIR/served has grown enough, trains one generation (generation.py) on
 it and on the replay of what the draft was trained for (replay.py), and begins anew. The server starts, pauses and stops
-the process (engine/learning). It may be killed at any moment: what it was at stands in DIR/work and goes on from there.
+the process (engine/learning). It may be killed at any moment: what it was at stands in DIR/unfinished, and goes on
+from there.
 """

@@ -3,11 +3,14 @@
     DIR/unfinished/attempt.json    which generation this is, from which parent; written last of what training reads
     DIR/unfinished/*.jsonl         the rows of the run
     DIR/unfinished/run/            the run, with the checkpoints that a killed one goes on from (train/trainer.py)
+    DIR/unfinished/draft/          the draft that is judged
     DIR/learner.json               the place in DIR/served up to which generations have read
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
-least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py). Drafts are compared on the same texts,
-so the interval is that of paired figures. Of a refused draft only learning.json stays.
+least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py), greedily and sampled. Where the trained
+draft may not, mixtures of its weights with the shipped draft's are judged, and the first that may serve is the
+generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation
+only learning.json stays, with the figures of the trained draft.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from aquiline.backends.torch.eagle import DraftHead
 from aquiline.checks import parse_json
 from aquiline.engine.learning.store import Generation, LearningStore, Place, Served, write_learning
 from aquiline.engine.model import ResolvedPair
@@ -43,12 +48,15 @@ CONTEXT = 512
 """Tokens of a training row, and of a judged text: of longer ones what is around the beginning of the answer."""
 STEPS, ROWS, PASSES, LATE_SHARE = 64, 4, 4, 0.25
 """Of a run: optimizer steps, rows of a step, passes of the draft, and the share of rows that later passes train on."""
-RATE_SHARE, AVERAGE = 0.33, 0.95
-"""The peak learning rate as a share of that of a new draft, at which a trained one forgets; the decay of averaged
-weights, without which steps of few rows lose at first what the draft knew."""
+AVERAGE = 0.95
+"""The decay of averaged weights, without which steps of few rows lose at first what the draft knew."""
 REJECTED_WEIGHT = 2.0
 """Weight of tokens that the draft missed in serving."""
-KEPT_OF_OLD = 0.99
+KEPT_OF_OLD = 0.995
+"""Prompts that judge no draft lose about twice as much as those that do, so this keeps them within 1 %."""
+SHARES = (1.0, 0.875, 0.75, 0.5, 0.25)
+"""Of the trained draft in what may serve; the shipped one has the rest. Mixed weights lose less of old skills than of
+new ones."""
 RESAMPLES = 1000
 SAVE_MINUTES = 0.5
 """Minutes between checkpoints: what a kill may cost."""
@@ -88,7 +96,7 @@ class Learner:
         assert pair.draft is not None, "a pair that learns has a draft"
         self.store, self.pair, self.shipped = store, pair, pair.draft
         self.work = store.folder / "unfinished"
-        self.run = self.work / "run"
+        self.run, self.judged = self.work / "run", self.work / "draft"
 
     def learn(self, lesson: Lesson) -> Generation | None:
         """Make the next generation, or go on with one that was begun. None if it was asked to stop, or if all that was
@@ -139,19 +147,15 @@ class Learner:
         return attempt
 
     def _trainer(self, attempt: Attempt) -> Trainer:
-        """The run of an attempt, from its newest checkpoint or from the parent's draft. Its looks judge by the texts
-        that will decide."""
+        """The run of an attempt, from its newest checkpoint or from the parent's draft. It looks at no text, since what
+        may serve is judged after it."""
         start: Checkpoint | None = None
         with suppress(CheckpointError):
             start = Checkpoints(self.run, 1).newest()
         if start is None:
             shutil.rmtree(self.run, ignore_errors=True)
         trainer = Trainer(self._config(attempt, start is not None), alone(), start, Silent(), Clock())
-        for optimizer in trainer.weights.optimizers:
-            for group in optimizer.param_groups:
-                group["peak"] *= RATE_SHARE
-        texts = [*map(_judged, attempt.held_out), *map(_judged, read_replay(self.store).judged)]
-        trainer.held_out = HeldOut(trainer.run.assembler, texts, PASSES)
+        trainer.held_out = HeldOut(trainer.run.assembler, [], PASSES)
         return trainer
 
     def _config(self, attempt: Attempt, is_resumed: bool) -> TrainConfig:
@@ -166,29 +170,43 @@ class Learner:
         )  # fmt: skip
 
     def _judge(self, attempt: Attempt, trainer: Trainer) -> Generation:
-        """The run's best draft beside its parent on held-out requests, and beside the shipped one on old prompts."""
-        assert trainer.held_out is not None, "the run has looked"
-        config, new, cycles = self._config(attempt, is_resumed=False), len(attempt.held_out), []
-        for path in (self.draft(attempt.parent), self.run, self.shipped):
-            head = loaded_head(path, trainer.run.teacher.decoder, config).requires_grad_(False)
-            head.fc.data /= trainer.run.scale
+        """The trained draft, or the first mixture that may serve, beside its parent on held-out requests and beside the
+        shipped draft on old prompts."""
+        new, old = ([*map(_judged, of)] for of in (attempt.held_out, read_replay(self.store).judged))
+        held_out, n = HeldOut(trainer.run.assembler, new + old, PASSES), len(new)
+
+        def cycles(path: Path) -> Float64:
             with autocast(trainer.world.device):
-                cycles.append(np.array(trainer.held_out.judge(trainer.weights.as_stored(head)).cycles))
-        before, after, shipped = cycles
-        num_new, num_old = _num_committed(attempt.held_out), _num_committed(read_replay(self.store).judged)
-        interval = paired_interval(before[:new], after[:new])
-        tau_before, tau_after = (num_new / float(cycles[:new].sum()) for cycles in (before, after))
-        old_before, old_after = (num_old / float(cycles[new:].sum()) for cycles in (shipped, after))
-        return Generation(
-            attempt.generation, attempt.parent, attempt.tokens, tau_before, tau_after, interval, old_before, old_after,
-            accepted=interval[0] > 1 and old_after >= KEPT_OF_OLD * old_before,
-        )  # fmt: skip
+                stored = trainer.weights.as_stored(self._head(path, attempt, trainer))
+                return np.array(held_out.judge(stored).cycles)
+
+        parent, shipped = cycles(self.draft(attempt.parent)), cycles(self.shipped)
+        looks = list[Generation]()
+        for share in SHARES:
+            draft = mixed(self._head(self.shipped, attempt, trainer), trainer.weights.served(), share)
+            trainer.write_draft(draft, self.judged)
+            after = cycles(self.judged)
+            interval, kept = paired_interval(parent[:n], after[:n]), what_is_kept(old, shipped[n:], after[n:])
+            looks.append(Generation(
+                attempt.generation, attempt.parent, attempt.tokens, _tau(new, parent[:n]), _tau(new, after[:n]),
+                interval, *kept, accepted=interval[0] > 1 and kept[1] >= KEPT_OF_OLD * kept[0], share=share,
+            ))  # fmt: skip
+            if looks[-1].accepted:
+                return looks[-1]
+        return looks[0]
+
+    def _head(self, path: Path, attempt: Attempt, trainer: Trainer) -> DraftHead:
+        """A draft as the run has its own."""
+        config = self._config(attempt, is_resumed=False)
+        head = loaded_head(path, trainer.run.teacher.decoder, config).requires_grad_(False)
+        head.fc.data /= trainer.run.scale
+        return head
 
     def _place(self, found: Generation) -> None:
         """Put the generation in its place by one rename, and drop the weights of old ones."""
         with placing(self.store.checkpoint(found.generation), is_folder=True) as folder:
             for name in DRAFT_FILES if found.accepted else ():
-                shutil.copyfile(self.run / name, folder / name)
+                shutil.copyfile(self.judged / name, folder / name)
             write_learning(folder, found)
         known, serving = self.store.generations(), self.store.state().serving
         needed = {serving, *(each.parent for each in known if each.generation == serving)}
@@ -212,7 +230,24 @@ def _judged(request: Served) -> JudgedText:
     return JudgedText(tokens, request.num_prompt - start, request.temperature)
 
 
-def _num_committed(requests: Sequence[Served]) -> int:
-    """The tokens that the simulated cycles of these requests commit: those after each answer's first."""
-    texts = map(_judged, requests)
-    return sum(len(text.tokens) - text.num_prompt - 1 for text in texts)
+def mixed(shipped: DraftHead, trained: DraftHead, share: float) -> DraftHead:
+    """The trained draft, changed: `share` of its weights and the rest of the shipped draft's."""
+    for own, other in zip(trained.parameters(), shipped.parameters(), strict=True):
+        own.data = torch.lerp(other.data, own.data, share)
+    return trained
+
+
+def what_is_kept(old: Sequence[JudgedText], shipped: Float64, after: Float64) -> tuple[float, float]:
+    """Tau of the shipped draft and of another on old prompts, greedily or sampled, where the other keeps less. shipped,
+    after: the cycles of these texts."""
+    is_drawn, taus = [text.temperature > 0 for text in old], []
+    for side in set(is_drawn):
+        at = [i for i, each in enumerate(is_drawn) if each == side]
+        texts = [old[i] for i in at]
+        taus.append((_tau(texts, shipped[at]), _tau(texts, after[at])))
+    return min(taus, key=lambda pair: pair[1] / pair[0])
+
+
+def _tau(texts: Sequence[JudgedText], cycles: Float64) -> float:
+    """Tokens that simulated cycles commit, those after each answer's first, by the cycle."""
+    return sum(len(text.tokens) - text.num_prompt - 1 for text in texts) / float(cycles.sum())

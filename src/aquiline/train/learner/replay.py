@@ -2,7 +2,7 @@
 
 A target of chats writes a question where its template has the user's turn, and answers it; any other target begins a
 text and goes on with it. Half of the answers are greedy. Whoever brings a pair so needs no data of its training.
-A pair that is known by a name also answers its own prompts, which judge and are never trained on.
+A pair that is known by a name also answers its own prompts, greedily and sampled, which judge and are never trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 64, 320
 """Of a text; a target of few positions writes less."""
 JUDGED = 4
 """One text in so many judges, where no known prompts do; the rest is trained on."""
-KNOWN_TEXTS = 32
+KNOWN_PROMPTS = 32
 _KNOWN, _QUESTION = "known.json", "?question?"
 
 
@@ -67,10 +67,8 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
         answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
         _write(_file(folder, number), answered)
     prompts = _known_prompts(models, pair)
-    halves = [(prompts[::2], 0.0), (prompts[1::2], TEMPERATURE)]
-    _write(
-        folder / _KNOWN, [text for half, drawn in halves if half for text in write_texts(models, half, room, drawn, 0)]
-    )
+    both = (write_texts(models, prompts, room, drawn, 0) for drawn in (0.0, TEMPERATURE) if prompts)
+    _write(folder / _KNOWN, [text for answered in both for text in answered])
 
 
 def _write(file: Path, texts: Sequence[JudgedText]) -> None:
@@ -83,7 +81,7 @@ def _known_prompts(models: LoadedModels, pair: ResolvedPair) -> list[Int32]:
     known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
     if known is None or models.tokenizer is None:
         return []
-    asked = [question.turns[0] for question in read_questions(known.questions)][:KNOWN_TEXTS]
+    asked = [question.turns[0] for question in read_questions(known.questions)][:KNOWN_PROMPTS]
     if models.template.has_template:
         ids = [models.template.encode([{"role": "user", "content": text}]) for text in asked]
     else:
