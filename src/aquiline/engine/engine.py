@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.engine.control.acceptance import new_pools
-from aquiline.engine.control.calibrate import cost_table, keep_pools, known_pools
+from aquiline.engine.control.calibrate import chances_file, cost_table, keep_pools, known_pools
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.memory import affordable_pages, plan_memory
@@ -60,6 +61,7 @@ class Engine:
         self._shared: dict[type[Drafting], Any] = {}  # what the proposers of each way to draft on the host share
         self.past = PastOutputs(config.shared_lookup_bytes) if config.shared_lookup_bytes else None
         self.controller: Controller | None = None  # made when the first adaptive request comes
+        self._keep: Callable[[], object] | None = None  # writes what it learnt of drafts
         self.on_end: Callable[[Sequence], None] | None = None  # sees every sequence that has ended
         self._step_s: float | None = None  # of the last step that only decoded, where the backend tells
         self._orders = itertools.count()
@@ -116,8 +118,11 @@ class Engine:
         does it too. It takes some seconds if the costs were never measured on this machine."""
         if self.controller is None:
             costs = StepCosts(cost_table(self.models, self.config.calibration))
-            pools = known_pools(self.models) if self.config.calibration else new_pools()
+            file = chances_file(self.models) if self.config.calibration else None
+            pools = new_pools() if file is None else known_pools(file)
             self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window, pools)
+            if file is not None:
+                self._keep = weakref.finalize(self, keep_pools, file, pools)  # whoever ends the engine, and however
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or
@@ -157,8 +162,8 @@ class Engine:
     def close(self) -> None:
         """Drop every request and give the storage back; the engine cannot be used afterwards."""
         self.reset()
-        if self.controller is not None and self.config.calibration:
-            keep_pools(self.models, self.controller.pools)
+        if self._keep is not None:
+            self._keep()
         self.past = None
         self.backend.close()
 

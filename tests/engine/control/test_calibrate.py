@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -173,7 +174,10 @@ def assert_is_measured_anew(change: Callable[[str], str], monkeypatch: pytest.Mo
 
 
 @needs_native
-def test_a_run_begins_with_the_chances_that_the_last_one_learnt(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_run_begins_with_the_chances_that_the_last_one_learnt(
+    is_closed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def after(num_tokens: int, has_calibration: bool = True) -> tuple[list[list[float]], list[list[float]]]:
         """What a run begins with, and what it ends with."""
         llm = LLM.from_models(models_of(400), engine_config(1, calibration=has_calibration))
@@ -183,7 +187,10 @@ def test_a_run_begins_with_the_chances_that_the_last_one_learnt(caplog: pytest.L
         began = pool.counts()
         if num_tokens:
             llm.run([words(20)], SamplingParams(max_tokens=num_tokens, temperature=0.0), drafting=Adaptive())
-        llm.close()
+        if is_closed:
+            llm.close()
+        del llm
+        gc.collect()
         return began, pool.counts()
 
     unlearnt, first = after(60)

@@ -95,9 +95,9 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
     return found.table
 
 
-def known_pools(models: LoadedModels) -> list[Pool]:
-    """How often this pair's drafts are right, as earlier runs learnt it."""
-    file, pools = _chances_file(models), new_pools()
+def known_pools(file: Path) -> list[Pool]:
+    """How often a pair's drafts are right, as earlier runs kept it in a file."""
+    pools = new_pools()
     try:
         for pool, counts in zip(pools, parse_json(file.read_bytes()), strict=True):
             pool.begin_with(counts)
@@ -109,13 +109,14 @@ def known_pools(models: LoadedModels) -> list[Pool]:
     return pools
 
 
-def keep_pools(models: LoadedModels, pools: Sequence[Pool]) -> None:
+def keep_pools(file: Path, pools: Sequence[Pool]) -> None:
     """Keep what was learnt for the next run. It is lost where nothing can be written."""
     with suppress(OSError):
-        _write(_chances_file(models), json.dumps([pool.counts() for pool in pools]))
+        _write(file, json.dumps([pool.counts() for pool in pools]))
 
 
-def _chances_file(models: LoadedModels) -> Path:
+def chances_file(models: LoadedModels) -> Path:
+    """Where it is kept how often this pair's drafts are right."""
     return cache_directory() / f"chances-{_key(models)}.json"
 
 
