@@ -186,12 +186,12 @@ def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
 @pytest.mark.parametrize(("speedup", "num_plain"), [(1.2, 3), (1.3, 0)])
 def test_where_drafting_brings_little_one_step_of_many_does_not_draft(speedup: float, num_plain: int) -> None:
     """What such a step takes is then timed."""
-    drafts, plain = DraftingPlan(1.0, 1.0, 2, speedup, 1.0), DraftingPlan(0.8, 1.0, 1)
+    drafts = DraftingPlan(1.0, 1.0, 2, speedup, 1.0)
     plans, key, found = Plans(), PlanKey(1, 1, False, frozenset()), list[int]()
     for number in range(3 * TRIAL_PERIOD):
-        plans.take(key, number, 1, lambda: 0.0, lambda least: drafts if least < speedup else plain)
+        plans.take(key, number, 1, lambda: 0.0, lambda least: drafts)
         plans.earn(1, 1e3)
-        assert plans.current.is_trial == (plans.current.plan is plain)
+        assert plans.current.is_trial == (plans.current.plan is not drafts) == (not plans.current.plan.planned_rate)
         found += [number] * plans.current.is_trial
     assert len(found) == num_plain and all(b - a >= TRIAL_PERIOD for a, b in pairwise(found))
 

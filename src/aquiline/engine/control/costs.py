@@ -180,10 +180,11 @@ class StepCosts:
 
     def further_rows(self, rows: int, most: int) -> list[float]:
         """What 0 to `most` verified rows cost beside `rows` others, keys apart."""
-        ms, early = self.table.verify, self.early_factor * ms_at(self.table.verify, 1) / EARLY_ROWS
-        most_early = max(0, 1 + EARLY_ROWS - rows)
-        each = [self.rows_factor * (ms_at(ms, rows + n) - ms_at(ms, rows)) for n in range(most + 1)]
-        return [more + early * min(n, most_early) for n, more in enumerate(each)]
+        each = [
+            self.rows_factor * ms_at(self.table.verify, rows + n) + self.early_factor * self._early(rows + n)
+            for n in range(most + 1)
+        ]
+        return [ms - each[0] for ms in each]
 
     def row_keys(self, keys: float) -> float:
         """The time that a sequence's keys add to each of its further rows."""
@@ -251,7 +252,11 @@ class StepCosts:
         one, of_keys = self.table.verify[1], self._one_row_keys(keys)
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
         further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows, of_keys)
-        return one * own, further, of_keys, (min(1.0, (rows - 1) / EARLY_ROWS) - 0.5) * one
+        return one * own, further, of_keys, self._early(rows)
+
+    def _early(self, rows: int) -> float:
+        """What early rows take for a factor of 1, less half of what all of them take."""
+        return (min(1.0, (rows - 1) / EARLY_ROWS) - 0.5) * self.table.verify[1]
 
     def _one_row_keys(self, keys: float) -> float:
         """The time that keys add to a forward of one row for each sequence, by the table."""

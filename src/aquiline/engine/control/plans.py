@@ -81,7 +81,8 @@ class Plans:
             last = _Planned(self._made(make, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
         elif not load.has_chunks and self._may_rest(now, last.plan.speedup):
             self._last_trial = now
-            last = _Planned(self._made(make, math.inf), now + 1, last.steps, True)
+            plain = DraftingPlan(last.plan.rate / last.plan.speedup, last.plan.row_ms, last.plan.num_rows)
+            last = _Planned(plain, now + 1, last.steps, True)
         else:
             steps = min(REPLAN_STEPS, 2 * last.steps)
             last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)

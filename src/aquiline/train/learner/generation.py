@@ -181,10 +181,9 @@ class Learner:
                 return np.array(held_out.judge(stored).cycles)
 
         parent, shipped = cycles(self.draft(attempt.parent)), cycles(self.shipped)
-        looks = list[Generation]()
+        own, looks = self._head(self.shipped, attempt, trainer), list[Generation]()
         for share in SHARES:
-            draft = mixed(self._head(self.shipped, attempt, trainer), trainer.weights.served(), share)
-            trainer.write_draft(draft, self.judged)
+            trainer.write_draft(mixed(own, trainer.weights.served(), share), self.judged)
             after = cycles(self.judged)
             interval, kept = paired_interval(parent[:n], after[:n]), what_is_kept(old, shipped[n:], after[n:])
             looks.append(Generation(
