@@ -14,7 +14,8 @@ from aquiline.engine.control.acceptance import Pool, Record
 from aquiline.engine.control.calibrate import estimated_table
 from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState, add_choice, source_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.planner import Terms
+from aquiline.engine.control.planner import DraftingPlan, Terms
+from aquiline.engine.control.searches import SequenceSearches
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut, Guess, most_nodes
@@ -43,7 +44,9 @@ def chosen(
     record = Record(Pool())
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
     terms = Terms(CUT, 8, length, chain_worth) if length else None
-    choice = _SequenceState(record, controller._plan, terms, least)
+    plan = DraftingPlan(rate=1.0, row_ms=least, num_rows=1)
+    controller._plans.current = controller._plans.current._replace(plan=plan)
+    choice = _SequenceState(record, SequenceSearches(False), plan, terms)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(drafting=Adaptive())
     )

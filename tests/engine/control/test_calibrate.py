@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -109,6 +110,23 @@ def test_a_kept_table_that_none_can_be_is_measured_anew(name: str, monkeypatch: 
 def test_a_kept_file_that_is_no_table_is_measured_anew(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None: the file was cut."""
     assert_is_measured_anew(lambda sound: sound[: len(sound) // 2] if text is None else text, monkeypatch)
+
+
+def test_a_step_of_many_rows_makes_no_other_number_dear() -> None:
+    """Behind many rows the next four steps find less in the caches, and take half as long again."""
+    measurement, warm = object.__new__(calibrate._Measurement), [4]
+    measurement.has_draft, measurement.deadline = False, math.inf
+
+    def verify(rows: int) -> calibrate._StepTimes:
+        took = (1.0 + 0.1 * rows) * (1.0 if warm[0] >= 4 else 1.5)
+        warm[0] = 0 if rows > 32 else warm[0] + 1
+        return calibrate._StepTimes(took, 0.0)
+
+    measurement._verify = verify  # type: ignore[method-assign]
+    measurement._keys = lambda: ((), 0.0, 0.0)  # type: ignore[method-assign]
+    warm[0] = 0
+    table = measurement.table()
+    assert [table.verify[rows] for rows in (1, 2, 3, 4, 8, 16)] == pytest.approx([1.1, 1.2, 1.3, 1.4, 1.8, 2.6])
 
 
 @needs_native

@@ -15,21 +15,29 @@ from aquiline.engine.control.acceptance import Pool, Record, pool_number
 from aquiline.engine.control.controller import (
     INITIAL_PROBES,
     PROBE_TIME_SHARE,
-    SEARCH_PERIODS,
-    UNCOPIED_LIMITS,
     UNVERIFIED,
     Controller,
     source_of,
 )
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.control.planner import DraftingPlan
-from aquiline.engine.control.plans import REPLAN_STEPS, TRIAL_PERIOD, TRIAL_STEPS, PlanKey, Plans
+from aquiline.engine.control.plans import (
+    PLAIN_STEPS,
+    REPLAN_STEPS,
+    RESTING_SHARE,
+    TIMING_STEPS,
+    TRIAL_PERIOD,
+    TRIAL_STEPS,
+    PlanKey,
+    Plans,
+)
+from aquiline.engine.control.searches import PERIODS, UNCOPIED_LIMITS
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Request, Sequence
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import Guess
-from aquiline.spec.drafting import Chain, Drafting, Proposal
+from aquiline.spec.drafting import Chain, Drafting, NoDraft, Proposal
 from aquiline.text.detokenizer import Detokenizer
 
 PLAIN_MS, PASS_MS = 100.0, 120.0
@@ -90,9 +98,9 @@ def test_a_text_without_copies_is_searched_less_and_less() -> None:
     copies = Copies(lambda length: length == 100)
     taken(controller_of(), sequence_of(copies), 130)
     gaps = [b - a for a, b in pairwise(copies.looked)]
-    assert set(gaps) <= set(SEARCH_PERIODS) and max(gaps) == SEARCH_PERIODS[-1]
+    assert set(gaps) <= set(PERIODS) and max(gaps) == PERIODS[-1]
     before = [length for length in copies.looked if length <= UNCOPIED_LIMITS[-1]]
-    assert len(before) <= UNCOPIED_LIMITS[-1] / SEARCH_PERIODS[-2] + 4, "looks cost time, and copies are rare"
+    assert len(before) <= UNCOPIED_LIMITS[-1] / PERIODS[-2] + 4, "looks cost time, and copies are rare"
 
 
 def test_a_copy_has_the_text_searched_at_every_step_again() -> None:
@@ -145,19 +153,43 @@ def test_a_choice_stands_no_longer_than_a_text_may_go_without_a_look() -> None:
         most.append(chosen(controller, sequence).most_steps)
         sequence.tokens.append(5)
     _, soon, late = UNCOPIED_LIMITS
-    assert max(most[: soon - 1]) <= SEARCH_PERIODS[1] and max(most[: late - 1]) == SEARCH_PERIODS[2] < max(most[late:])
+    assert max(most[: soon - 1]) <= PERIODS[1] and max(most[: late - 1]) == PERIODS[2] < max(most[late:])
 
 
 def test_steps_that_admit_teach_no_times() -> None:
     """Admissions take time of their own; what a forward costs is learnt from steps without them."""
     controller = controller_of()
     learnt = list[float]()
-    controller.costs.learn_verify = lambda *args: learnt.append(args[-1])  # type: ignore[method-assign]
+    controller.costs.learn_verify = lambda *args: learnt.append(args[3])  # type: ignore[method-assign]
     sequence = sequence_of()
     taken(controller, sequence, 40, admits=True)
     assert learnt == []
     taken(controller, sequence, 40)
     assert learnt and all(abs(ms - PLAIN_MS) < 1e-6 for ms in learnt)
+
+
+def test_the_first_step_that_drafts_or_does_not_teaches_no_times() -> None:
+    """It pays for the change: the weights that it reads are no longer in the caches."""
+    controller, sequence, learnt = controller_of(), sequence_of(), list[bool]()
+    chosen(controller, sequence)
+    controller.costs.learn_verify = lambda *args: learnt.append(args[4])  # type: ignore[method-assign]
+    for drafts in (False, True, True, True, False, False):
+        controller._steps_untimed = TIMING_STEPS
+        decode = Decode(0, Chain(1), cut=UNVERIFIED) if drafts else Decode(0, NoDraft())
+        seconds = {"draft": 0.1 * drafts, "verify": PLAIN_MS / 1e3}
+        output = StepOutput([Decoded(0, [5], 0, 0, guesses=[Guess(5, -1, 0)] * drafts)], [], 0, seconds, lambda: None)  # type: ignore
+        pending = SimpleNamespace(read=lambda output=output: output)
+        controller.learn(Step(StepPlan(decoding=(sequence,)), StepInput((decode,)), pending))
+    assert learnt == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("num_cached", "draft_end", "source"), [(20_000, 20_000, "draft"), (20_000, 0, "none")])
+def test_missing_draft_keys_are_paid_for_before_a_sequence_begins(num_cached: int, draft_end: int, source: str) -> None:
+    """A draft that brings a little does not pay for 20,000 keys within 128 steps."""
+    controller, sequence = controller_of(pass_ms=PLAIN_MS / 4), sequence_of()
+    sequence.num_cached, sequence.draft_end = num_cached, draft_end
+    controller._expected_ms = PLAIN_MS
+    assert source_of(chosen(controller, sequence).decodes[sequence]) == source
 
 
 def test_searches_that_take_long_are_rarer() -> None:
@@ -179,21 +211,24 @@ def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
     )
     tried = [number for number, source in enumerate(dear) if source == "draft"]
     assert tried[:TRIAL_STEPS] == list(range(REPLAN_STEPS, REPLAN_STEPS + TRIAL_STEPS))
-    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + REPLAN_STEPS
+    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + PLAIN_STEPS
     assert "draft" not in far_too_dear
 
 
-@pytest.mark.parametrize(("speedup", "num_plain"), [(1.2, 3), (1.3, 0)])
-def test_where_drafting_brings_little_one_step_of_many_does_not_draft(speedup: float, num_plain: int) -> None:
-    """What such a step takes is then timed."""
+@pytest.mark.parametrize(("speedup", "num_rests"), [(1.02, 12), (1.2, 9), (1.5, 4), (3.0, 2)])
+def test_where_drafting_pays_some_steps_of_many_do_not_draft(speedup: float, num_rests: int) -> None:
+    """What such steps take is then timed. The more they cost, the rarer they are."""
     drafts = DraftingPlan(1.0, 1.0, 2, speedup, 1.0)
     plans, key, found = Plans(), PlanKey(1, 1, False, frozenset()), list[int]()
-    for number in range(3 * TRIAL_PERIOD):
+    for number in range(12 * TRIAL_PERIOD):
         plans.take(key, number, 1, lambda: 0.0, lambda least: drafts)
         plans.earn(1, 1e3)
         assert plans.current.is_trial == (plans.current.plan is not drafts) == (not plans.current.plan.planned_rate)
         found += [number] * plans.current.is_trial
-    assert len(found) == num_plain and all(b - a >= TRIAL_PERIOD for a, b in pairwise(found))
+    starts = found[::TRIAL_STEPS]
+    assert found == [start + i for start in starts for i in range(TRIAL_STEPS)] and len(starts) == num_rests
+    assert all(b - a >= TRIAL_PERIOD for a, b in pairwise(starts))
+    assert len(found) * (1 - 1 / speedup) <= RESTING_SHARE * number + TRIAL_STEPS, "what they cost is bounded"
 
 
 def test_sequences_that_come_and_go_share_a_plan() -> None:

@@ -21,7 +21,7 @@ from aquiline.engine.control.planner import (
     StepLoad,
     best_copies,
     best_drafting,
-    outlook_of,
+    outlooks_of,
 )
 from aquiline.spec.confidence import NUM_MARGINS
 
@@ -70,7 +70,7 @@ def test_an_outlook_is_what_drafts_have_on_average(seed: int) -> None:
     """Played: a margin is drawn at each level, and the chain goes on while its chance is no less than the limit."""
     rng = np.random.default_rng(seed)
     margins, most, place = margins_from(rng), 5, int(rng.integers(len(LEAST_PASSES)))
-    found = outlook_of(margins, most)
+    found, _ = outlooks_of([margins, margins_from(rng)], most)
     plays, nodes, passes = 20_000, np.zeros((most, NUM_BINS)), np.zeros(most)
     bins = [[round(-4 * math.log2(chance)) for chance in own] for own in (margins.chances, margins.seconds)]
     last = round(-4 * math.log2(LEAST_PASSES[place]))
@@ -127,7 +127,7 @@ def test_it_is_the_best_of_all_ways(
 def test_sequences_that_share_an_outlook_count_each(seed: int) -> None:
     """With its own keys, as if each sequence had an outlook of its own."""
     rng = np.random.default_rng(seed)
-    kinds = [outlook_of(margins_from(rng), 4) for _ in range(2)]
+    kinds = outlooks_of([margins_from(rng) for _ in range(2)], 4)
     shared = [kinds[i] for i in (0, 0, 1, 0, 1, 1)]
     keys = (0.0, 90_000.0, 10.0, 200_000.0, 5.0, 1_000.0)
     load = StepLoad(6, 0, 6, sum(keys), keys)
@@ -154,7 +154,7 @@ def test_the_best_number_of_levels_and_the_best_end_of_chains_are_found(
     """Where a first pass is dear and further ones are cheap, one level loses and four gain."""
     costs, rng = costs_of(verify, first, deeper), np.random.default_rng(seed)
     load, most = load_of(count), 4
-    outlooks = [outlook_of(margins_from(rng), most) for _ in range(count)]
+    outlooks = outlooks_of([margins_from(rng) for _ in range(count)], most)
 
     def rate(drafting: int, levels: int, place: int, rows: int) -> float:
         nodes = sum(outlook.nodes[levels - 1, place] for outlook in outlooks[:drafting])
@@ -176,7 +176,7 @@ def test_the_best_number_of_levels_and_the_best_end_of_chains_are_found(
 def test_edges_are_seen_past_nodes_that_lose() -> None:
     """Rows 2 to 8 cost the same: the first of them loses, all of them gain."""
     costs = costs_of([(1, 1.0), (2, 2.0), (8, 2.0), (9, 9.0)], first=0.01, deeper=0.01)
-    planned = best_drafting(costs, load_of(1), [outlook_of(SURE, 7)], 12)
+    planned = best_drafting(costs, load_of(1), outlooks_of([SURE], 7), 12)
     assert (planned.num_drafting, planned.num_nodes) == (1, 7)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from aquiline.engine.control.planner import (
     best_copies,
 )
 from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
+from aquiline.engine.control.searches import Searches, SequenceSearches
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
@@ -45,19 +45,8 @@ PROBE_TIME_SHARE = 0.004
 INITIAL_PROBES = 4
 """Number of probes that may be taken before any time has passed."""
 
-SEARCH_PERIODS, UNCOPIED_LIMITS = (1, 2, 4, 16), (1, 4, 64)
-"""After 1, 4, 64 steps without a copy, search for a match only every 2nd, 4th, 16th step."""
-
-SEARCH_SMOOTHING = 1 / 16
-"""Weight of a step in the average time of searches."""
-
-SEARCH_COST, SEARCH_TIME_SHARE = 3.0, 0.02
-"""A search takes this many times its own time, since it ends a run of repeated steps; and the share of the time that
-searches may take where they bring less than they cost. Where they would take more, they are rarer, up to every 16th
-step."""
-
-INITIAL_GAIN, GAIN_SMOOTHING = 1.0, 1 / 8
-"""Tokens that a search brings before the first one, and the weight of a search in that average."""
+PAYING_STEPS = 128
+"""Steps within which the draft keys that sequences lack must be paid for, if they are to begin to draft."""
 
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
@@ -72,27 +61,14 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 
 @dataclass(eq=False)
 class _SequenceState:
-    """What the controller knows of one sequence. plan: the one that the next two follow; terms: on which it drafts,
-    None while it does not; least_node: tokens that a copied token must bring; last_probe: number of the step that last
-    probed the draft; last_search: number of the step that last searched for a match; num_uncopied: steps since the
-    sequence copied text; gain: tokens that a search should bring, on average."""
+    """What the controller knows of one sequence. plan: the one that terms follow; terms: on which it drafts, None while
+    it does not; last_probe: number of the step that last probed the draft."""
 
     record: Record | None  # None without a draft model
+    searches: SequenceSearches
     plan: DraftingPlan | None = None
     terms: Terms | None = None
-    least_node: float = 0.0
     last_probe: int = 0
-    last_search: int = -1
-    num_uncopied: int = 0
-    gain: float = INITIAL_GAIN
-
-    def search_period(self, price: float, rarer: int) -> int:
-        """The sequence searches for a match in one step of this many. price: tokens that a search must bring;
-        `rarer`: how much rarer it searches than by the table if it has not just copied, or brings less."""
-        place = bisect_right(UNCOPIED_LIMITS, self.num_uncopied)
-        if self.record is None or (place < 2 and self.gain >= price):  # None: copies are all that it drafts
-            return SEARCH_PERIODS[place]
-        return min(SEARCH_PERIODS[-1], SEARCH_PERIODS[place] * rarer)
 
 
 @dataclass(eq=False)
@@ -109,16 +85,14 @@ class Controller:
         self._states: dict[Sequence, _SequenceState] = {}
         self._overlap = Rates((INITIAL_OVERLAP,), PRIOR_EVENTS, POOL_MEMORY)  # of rightly copied first tokens
         self._steps_untimed = TIMING_STEPS
+        self._drafted = False  # in the last step; a first step that drafts, or does not, pays for the change
         self._planner = Planner(self.costs)
         self._plans = Plans()
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
         self._expected_ms = 0.0  # of the last step whose times were learnt
-        self._search_ms = 0.0  # of the searches of a step, its average
-        self._num_searches = 0
-        self._rarer = 1  # searches of sequences that do not copy: a power of two, so that they fall on the same steps
-        self._gain = INITIAL_GAIN  # of searches of all sequences
+        self._searches = Searches()
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
@@ -128,17 +102,15 @@ class Controller:
         if not mine:
             return None
         self._num_steps += 1
-        self._take_plan(plan, mine)
-        num_searches, started = self._num_searches, time.perf_counter()
-        chosen = {s: self._choose(s, self._state_of(s)) for s in mine}
-        if self._num_searches > num_searches:
-            self._search_ms += SEARCH_SMOOTHING * ((time.perf_counter() - started) * 1e3 - self._search_ms)
-            most_ms = SEARCH_TIME_SHARE * self._expected_ms
-            share = SEARCH_COST * self._search_ms / most_ms if most_ms else 1.0
-            self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
-        self._fit_copies(mine, chosen)
+        states = [self._state_of(s) for s in mine]
+        self._take_plan(plan, mine, states)
+        started = time.perf_counter()
+        chosen = {s: self._choose(s, state) for s, state in zip(mine, states, strict=True)}
+        searching_ms = (time.perf_counter() - started) * 1e3
+        self._searches.end_step(self._num_steps, searching_ms, self._expected_ms, self._plan.rate)
+        self._fit_copies(chosen)
         self._earn(1)
-        if self._probe_ms >= self._probe_cost:
+        if self._probe_ms >= self._probe_cost and not self._plans.current.is_trial:
             self._probe(mine, chosen)
         self.ledger.num_chosen += 1
         self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
@@ -152,7 +124,7 @@ class Controller:
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
             if sequence.proposer is not None:
-                most = min(most, self._states[sequence].search_period(self._search_price, self._rarer))
+                most = min(most, self._states[sequence].searches.next_step - self._num_steps)
         return max(1, most)
 
     def repeated(self, choice: StepChoice, num_steps: int) -> None:
@@ -161,7 +133,7 @@ class Controller:
         self._num_steps += more
         self._earn(more)
         for sequence in choice.decodes:
-            self._states[sequence].num_uncopied += more
+            self._states[sequence].searches.num_uncopied += more
 
     def _earn(self, num_steps: int) -> None:
         """Probes and plans may take a share of the time of these steps."""
@@ -172,12 +144,17 @@ class Controller:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
         self._steps_untimed += 1
-        has_adaptive, is_timed = False, self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
+        drafted = any(decode.cut is not None for decode in step.message.decodes)
+        is_timed = self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
+        is_timed, self._drafted, has_adaptive = is_timed and drafted == self._drafted, drafted, False
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
                 continue
             has_adaptive = True
+            if decode.cut is None and decode.proposal is None:
+                self.ledger.steps["none"] += 1
+                continue
             add_choice(self.ledger, decode, decoded, is_timed)
             first = decoded.kept[0]
             if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
@@ -207,28 +184,22 @@ class Controller:
     # Planning
 
     @property
-    def _search_price(self) -> float:
-        """Tokens that a step's searches must bring."""
-        return self._plan.rate * SEARCH_COST * self._search_ms
-
-    def _learn_gain(self, state: _SequenceState, tokens: float) -> None:
-        """A search should bring so many tokens."""
-        state.gain += GAIN_SMOOTHING * (tokens - state.gain)
-        self._gain += GAIN_SMOOTHING**2 * (tokens - self._gain)
-
-    @property
     def _plan(self) -> DraftingPlan:
         """The plan of this step's load."""
         return self._plans.current.plan
 
-    def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> None:
+    def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], states: Items[_SequenceState]) -> None:
         """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
-        pools = frozenset([record.pool for s in mine if (record := self._state_of(s).record) is not None])
+        pools = frozenset([state.record.pool for state in states if state.record is not None])
         load = PlanKey(rounded(len(mine)), rounded(len(plan.decoding)), bool(plan.chunks), pools)
         self._plans.take(
-            load, self._num_steps, len(mine), lambda: self._catch_up_ms(*mine) / (self._expected_ms or math.inf),
-            partial(self._new_plan, plan, mine),
+            load, self._num_steps, len(mine), partial(self._beginning_steps, mine),
+            partial(self._new_plan, plan, mine, states),
         )  # fmt: skip
+
+    def _beginning_steps(self, mine: tuple[Sequence, ...]) -> float:
+        """How many steps' time it takes the sequences to begin to draft."""
+        return self._catch_up_ms(*mine) / (self._expected_ms or math.inf)
 
     def _catch_up_ms(self, *sequences: Sequence) -> float:
         """The time that the draft keys take which these sequences lack."""
@@ -236,8 +207,10 @@ class Controller:
         missing = sum(max(0, min(most, s.num_cached - s.draft_end)) for s in sequences if s.drafts)
         return missing / KEYS_PER_PASS * self.costs.draft_ms((1,))
 
-    def _new_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], least_speedup: float) -> DraftingPlan:
-        drafters = [(s, record) for s in mine if (record := self._state_of(s).record) is not None]
+    def _new_plan(
+        self, plan: StepPlan, mine: tuple[Sequence, ...], states: Items[_SequenceState], least_speedup: float
+    ) -> DraftingPlan:
+        drafters = [(s, state.record) for s, state in zip(mine, states, strict=True) if state.record is not None]
         drafters.sort(key=lambda pair: -pair[1].share(0))
         fixed_rows = sum(s.request.drafting.max_nodes for s in plan.decoding if not s.is_adaptive)
         chunk_rows = plan.num_chunk_rows
@@ -247,13 +220,12 @@ class Controller:
             keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
         most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
+        least_speedup *= 1.0 + self._beginning_steps(mine) / PAYING_STEPS
         return self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
         """The sequence follows a plan from now on."""
-        key_ms = self.costs.row_keys(float(len(sequence.tokens)))
-        state.plan, state.least_node = plan, max(MIN_NODE_TOKENS, plan.rate * (plan.row_ms + key_ms))
-        state.terms = None
+        state.plan, state.terms = plan, None
         if state.record is not None:
             state.terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
 
@@ -261,7 +233,9 @@ class Controller:
         found = self._states.get(sequence)
         if found is None:
             pool = self.pools[pool_number(sequence.request.sampling.temperature)]
-            found = self._states[sequence] = _SequenceState(Record(pool) if sequence.drafts else None, gain=self._gain)
+            found = self._states[sequence] = _SequenceState(
+                Record(pool) if sequence.drafts else None, SequenceSearches(not sequence.drafts, self._searches.gain)
+            )
         return found
 
     # A step
@@ -269,33 +243,33 @@ class Controller:
     def _choose(self, sequence: Sequence, state: _SequenceState) -> Decode:
         if state.plan is not self._plan:
             self._follow(sequence, state, self._plan)
-        proposer, slot = sequence.proposer, sequence.slot
-        period = state.search_period(self._search_price, self._rarer)
-        if proposer is not None and self._num_steps // period > state.last_search // period:
-            state.last_search = self._num_steps
-            self._num_searches += 1
-            proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
-            worth, count = 0.0, 0
-            for chance in proposal.confidences:  # they fall from token to token
-                if chance < state.least_node:
-                    break
-                worth += chance - state.least_node
-                count += 1
-            chain_worth = 0.0 if state.terms is None else state.terms.worth
-            found = self._beside_chain(sequence, state, proposal, count, max(worth, chain_worth))
-            if found is None and count and worth > chain_worth:
-                found = Decode(slot, PLAIN, first_of(proposal, count))
-            self._learn_gain(state, sum(proposal.confidences[:count]) if found is not None else 0.0)
-            if found is not None:
-                state.num_uncopied = 0
-                return found
-        state.num_uncopied += 1
-        return uncopied(sequence, state)
+        proposer = sequence.proposer
+        if proposer is None or self._num_steps < state.searches.next_step:
+            state.searches.num_uncopied += 1
+            return uncopied(sequence, state)
+        proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
+        key_ms = self.costs.row_keys(float(len(sequence.tokens)))
+        node = max(
+            MIN_NODE_TOKENS, self._plan.rate * (self._plan.row_ms + key_ms)
+        )  # tokens that a copied one must bring
+        worth, count = 0.0, 0
+        for chance in proposal.confidences:  # they fall from token to token
+            if chance < node:
+                break
+            worth += chance - node
+            count += 1
+        chain_worth = 0.0 if state.terms is None else state.terms.worth
+        found = self._beside_chain(sequence, state, proposal, count, node, max(worth, chain_worth))
+        if found is None and count and worth > chain_worth:
+            found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
+        self._searches.count(state.searches, sum(proposal.confidences[:count]) if found is not None else 0.0)
+        return found or uncopied(sequence, state)
 
     def _beside_chain(
-        self, sequence: Sequence, state: _SequenceState, proposal: Proposal, count: int, least_worth: float
+        self, sequence: Sequence, state: _SequenceState, proposal: Proposal, count: int, node: float, least_worth: float
     ) -> Decode | None:
         """The first `count` tokens of a copy and the chain in one tree, if the tree is worth more than `least_worth`.
+        node: tokens that a copied token must bring.
 
         A token that both have is one node, and counts once. The chain is assumed to have the copy's first token as
         often as it had rightly copied first tokens before, and each further one as often as its own tokens are right at
@@ -305,7 +279,7 @@ class Controller:
             return None
         room = sequence.request.drafting.max_nodes - 1
         count = min(count, room - 2 * terms.length)
-        node, deeper, overlap, worth = state.least_node, state.record.share(1), self._overlap.share(0), terms.worth
+        deeper, overlap, worth = state.record.share(1), self._overlap.share(0), terms.worth
         for chance in proposal.confidences[: max(0, count)]:
             worth += chance - node - chance * overlap * (1 - node)
             overlap *= deeper
@@ -314,9 +288,9 @@ class Controller:
         chain = chain_of(sequence, min(terms.levels, (room - count) // 2))
         return Decode(sequence.slot, chain, first_of(proposal, count), cut=terms.cut)
 
-    def _fit_copies(self, mine: Items[Sequence], chosen: dict[Sequence, Decode]) -> None:
+    def _fit_copies(self, chosen: dict[Sequence, Decode]) -> None:
         """Keep the copied tokens that pay together. Each copy was chosen by a constant price of a row."""
-        copies = [(s, proposal) for s in mine if (proposal := chosen[s].proposal) is not None]
+        copies = [(s, decode.proposal) for s, decode in chosen.items() if decode.proposal is not None]
         if not copies:
             return
         plan, key_price = self._plan, self._plan.rate * self.costs.row_keys(1.0)

@@ -9,6 +9,9 @@ While the weights are read, a few further rows are computed. So a table that was
 that they take no time, which no factor would correct. What each of the first EARLY_ROWS takes beyond the table is
 learnt as a share of a forward of one row.
 
+Behind the draft's passes a forward finds less of its weights in the caches. That has a factor too: without it, steps
+that draft make the rows look dear, and with them the step that does not.
+
 Keys that come from slow memory take longer than the table says, and that time is shared by all rows of their sequence:
 as long as one row waits for its keys, further rows are computed meanwhile. So the factor of the keys is that of one row
 for each sequence, and further rows cost what they exceed the waiting by.
@@ -40,9 +43,9 @@ STAGE_SMOOTHING, ROW_SMOOTHING = 1 / 8, 1 / 32
 """Weight of a new measurement in the factor of a stage, and in the factor of one number of rows. The second is smaller,
 so that a change which all numbers of rows share goes to the stage."""
 
-FACTOR_DRIFT, MAX_DOUBT = (0.05, 0.05, 0.05, 0.05), (0.26, 0.3, 1.0, 0.3)
-"""Of the factors of the base, the rows, the keys and the early rows: the standard deviation of the change between two
-measurements, and the greatest standard deviation of the estimate."""
+FACTOR_DRIFT, MAX_DOUBT = (0.03, 0.03, 0.03, 0.03, 0.01), (0.26, 0.3, 1.0, 0.3, 0.1)
+"""Of the factors of the base, the rows, the keys, the early rows, and a forward behind a draft: the standard deviation
+of the change between two measurements, and the greatest standard deviation of the estimate."""
 
 TIME_NOISE, MAX_ERROR = 0.1, 0.15
 """Relative noise of a measured step, and how much longer than expected it is believed to be: a pause is longer still.
@@ -133,8 +136,8 @@ class StepCosts:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
-        self.early_factor, self.host_ms = 0.0, 0.0
-        self._covariance = [[MAX_DOUBT[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
+        self.early_factor = self.after_factor = self.host_ms = 0.0
+        self._covariance = [[doubt**2 * (i == j) for j in range(len(MAX_DOUBT))] for i, doubt in enumerate(MAX_DOUBT)]
         self._row_factors = [1.0] * (MAX_TABLE_ROWS + 1)  # by the number of rows
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
@@ -153,6 +156,11 @@ class StepCosts:
         reads keys_each of all `keys`."""
         return [self.verify(rows + n, keys, keys + n * keys_each) for n in range(most + 1)]
 
+    @property
+    def after_ms(self) -> float:
+        """How much longer a forward takes behind the draft's passes, whose weights are in the caches now."""
+        return self.after_factor * self.table.verify[1]
+
     def draft_ms(self, rows_of_passes: Sequence[int], keys: float = 0.0) -> float:
         """The passes of the draft, by the rows of each. The first pass has a table of its own. keys: the number that
         all passes together read."""
@@ -165,14 +173,14 @@ class StepCosts:
     def draft_each(
         self, counts: NDArray[np.int64], rows: NDArray[np.float64], keys: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """The passes of drafts for counts [C] sequences that end after their 1st, 2nd, ... pass. rows, keys
-        [C, passes, ...]: the expected rows of each pass, and the keys that it reads. A pass runs if any of the
-        sequences needs it; their needs are taken as independent and alike."""
+        """The passes of drafts for counts [C] sequences that end after their 1st, 2nd, ... pass, and how much longer a
+        forward takes behind them. rows, keys [C, passes, ...]: the expected rows of each pass, and the keys that it
+        reads. A pass runs if any of the sequences needs it; their needs are taken as independent and alike."""
         number = counts.reshape(-1, *[1] * (rows.ndim - 1))
         runs = np.maximum(1.0 - (1.0 - np.minimum(1.0, rows / number)) ** number, 1e-9)
         each = runs * np.interp(rows / runs, np.arange(MAX_TABLE_ROWS + 1), self.table.deeper)
         each[:, :1] = np.reshape([ms_at(self.table.first, count) for count in counts], number.shape)
-        return self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=1)
+        return self.after_ms + self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=1)
 
     def row(self, rows: int, more: int) -> float:
         """One more verified row beside about `rows`, as the mean over the next `more`, keys apart."""
@@ -200,37 +208,41 @@ class StepCosts:
         key_rows = float(sum(k * r for k, r in zip(keys, rows, strict=True)))
         passes, num_read = passes_of(message.decodes, output.decodes, keys)
         draft_ms = self.draft_ms(passes, num_read)
-        expected = self.verify(num_rows, num_keys, key_rows) + draft_ms + self.host_ms
+        after_ms = self.after_ms if passes else 0.0
+        expected = self.verify(num_rows, num_keys, key_rows) + draft_ms + after_ms + self.host_ms
         if output.seconds is None:
             return expected, None
         drafting_ms = output.seconds["draft"] * 1e3
         verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
         measured = verify_ms + drafting_ms + self.host_ms
         if not message.admits:  # admissions take time of their own
-            self.learn_verify(num_rows, num_keys, key_rows, verify_ms)
+            self.learn_verify(num_rows, num_keys, key_rows, verify_ms, bool(passes))
             num_caught_up = output.num_draft_rows - sum(passes)  # a sequence that begins to draft has much to catch up
             if draft_ms > 0.0 and not message.extends and num_caught_up <= MAX_DEPTH * len(output.decodes):
                 self.learn_draft(draft_ms, drafting_ms)
         return expected, measured
 
-    def learn_verify(self, rows: int, keys: float, key_rows: float, measured_ms: float) -> None:
+    def learn_verify(
+        self, rows: int, keys: float, key_rows: float, measured_ms: float, is_after_draft: bool = False
+    ) -> None:
         """Learn the time of a forward, with everything else that its step did but drafting.
 
-        A Kalman filter follows the four factors. Steps with different numbers of rows tell the base and the rows
-        apart: where memory is slow, the base is expensive and further rows cost little."""
-        parts, doubts = self._parts(rows, keys, key_rows), self._covariance
-        factors = [self.base_factor, self.rows_factor, self.keys_factor, self.early_factor]
+        A Kalman filter follows the factors. Steps with different numbers of rows tell the base and the rows apart:
+        where memory is slow, the base is expensive and further rows cost little."""
+        parts = (*self._parts(rows, keys, key_rows), is_after_draft * self.table.verify[1])
+        doubts, number = self._covariance, range(len(parts))
+        factors = [self.base_factor, self.rows_factor, self.keys_factor, self.early_factor, self.after_factor]
         expected = sum(factor * part for factor, part in zip(factors, parts, strict=True))
         error = min(MAX_ERROR * expected, measured_ms - expected)
-        for i in range(4):
+        for i in number:
             doubts[i][i] = min(MAX_DOUBT[i] ** 2, doubts[i][i] + FACTOR_DRIFT[i] ** 2)
         spread = [sum(doubt * part for doubt, part in zip(row, parts, strict=True)) for row in doubts]
         total = sum(part * each for part, each in zip(parts, spread, strict=True)) + (TIME_NOISE * expected) ** 2
-        for i in range(4):
-            factors[i] = _within(factors[i] + spread[i] / total * error, 0.0 if i == 3 else 0.05, 20.0)
-            for j in range(4):
+        for i in number:
+            factors[i] = _within(factors[i] + spread[i] / total * error, 0.0 if i > 2 else 0.05, 20.0)
+            for j in number:
                 doubts[i][j] -= spread[i] * spread[j] / total
-        self.base_factor, self.rows_factor, self.keys_factor, early = factors
+        self.base_factor, self.rows_factor, self.keys_factor, early, self.after_factor = factors
         self.early_factor = min(self.base_factor, early)
         if rows <= MAX_TABLE_ROWS:
             step = ROW_SMOOTHING * error / expected

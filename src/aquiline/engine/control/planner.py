@@ -2,7 +2,7 @@
 bring. Numbers only.
 
 A step of B sequences that drafts nothing commits B tokens. Before the draft model runs, its tokens are not known, but
-the expected number of its nodes of each chance is, wherever its chains end (outlook_of). Of all nodes that the drafts
+the expected number of its nodes of each chance is, wherever its chains end (outlooks_of). Of all nodes that the drafts
 of some sequences should have, the likeliest are verified. best_drafting tries numbers of drafting sequences, every
 number of levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most
 tokens per millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a
@@ -152,7 +152,7 @@ class Planner:
         most_nodes = min(MAX_STEP_NODES, BASE_NODES + NODES_PER_SEQUENCE * len(records)) if records else 0
         if self._num_plans % OUTLOOK_PLANS == 0:
             self._outlook_cache.clear()
-        outlooks = [self._outlook(record, most_levels) for record in records]
+        outlooks = self._outlooks(records, most_levels)
         best = best_drafting(self.costs, load, outlooks, most_nodes, min(1.0, least_speedup))
         self._num_plans += 1
         rate = best.rate * self._correction
@@ -173,7 +173,8 @@ class Planner:
         """The terms on which a sequence drafts, None if it does not."""
         if not plan.planned_rate or record.share(0) < plan.least_share:
             return None
-        outlook, levels, place = self._outlook(record, most_levels), min(most_levels, plan.levels), plan.least_pass
+        (outlook,) = self._outlooks([record], most_levels)
+        levels, place = min(most_levels, plan.levels), plan.least_pass
         worth = float(outlook.nodes[levels - 1, place] @ np.maximum(0.0, BIN_CHANCES - plan.node))
         least_pass = max(plan.least, float(LEAST_PASSES[place]))
         cut = Cut(chances_of(record), seconds_of(record), plan.least, least_pass)
@@ -185,25 +186,27 @@ class Planner:
         ratio = min(2.0, max(0.5, tokens / ms / planned_rate))
         self._correction += (ratio - self._correction) * tokens / (tokens + RATE_MEMORY)
 
-    def _outlook(self, record: Record, most: int) -> Outlook:
-        key = record.pool, round(record.share(0) * SHARE_LEVELS) / SHARE_LEVELS, most
-        found = self._outlook_cache.get(key)
-        if found is None:
-            found = self._outlook_cache[key] = outlook_of(margins_of(*key[:2]), most)
-        return found
+    def _outlooks(self, records: Sequence[Record], most: int) -> list[Outlook]:
+        keys = [(record.pool, round(record.share(0) * SHARE_LEVELS) / SHARE_LEVELS, most) for record in records]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._outlook_cache]
+        if missing:
+            found = outlooks_of([margins_of(pool, share) for pool, share, _ in missing], most)
+            self._outlook_cache.update(zip(missing, found, strict=True))
+        return [self._outlook_cache[key] for key in keys]
 
 
-def outlook_of(margins: Margins, most: int) -> Outlook:
-    """The outlook of chains of up to `most` levels."""
-    (first, of_first), (deeper, of_deeper) = _below((margins.first, margins.deeper), (margins.chances, margins.seconds))
+def outlooks_of(margins: Sequence[Margins], most: int) -> list[Outlook]:
+    """The outlooks of chains of up to `most` levels, by the margins of their tokens."""
+    tokens, each = _below(margins)
     goes_on = LEAST_PASSES[:, None] <= BIN_CHANCES
-    parents = np.zeros((most, *goes_on.shape))
-    parents[0, :, 0] = 1.0
+    parents = np.zeros((most, len(margins), *goes_on.shape))
+    parents[0, :, :, 0] = 1.0
     for level in range(1, most):
-        parents[level] = parents[level - 1] @ (deeper if level > 1 else first) * goes_on
-    nodes = (parents.reshape(-1, NUM_BINS) @ (deeper + of_deeper)).reshape(parents.shape)
-    nodes[0] = parents[0] @ (first + of_first)
-    return Outlook(nodes.cumsum(axis=0), parents.sum(axis=2))
+        np.multiply(parents[level - 1] @ tokens[int(level > 1)], goes_on, out=parents[level])
+    nodes = parents @ each[1]
+    nodes[0] = parents[0] @ each[0]
+    nodes, passes = nodes.cumsum(axis=0), parents.sum(axis=3)
+    return [Outlook(nodes[:, i], passes[:, i]) for i in range(len(margins))]
 
 
 def best_drafting(
@@ -259,16 +262,19 @@ def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequen
     return kept
 
 
-def _below(shares: Sequence[Sequence[float]], chances: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """[shares, chances, NUM_BINS, NUM_BINS]: the number of nodes in each bin below a token of one bin, by each list of
-    the shares of margins, and by each list of the chances that these margins have."""
+def _below(margins: Sequence[Margins]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[2, margins, NUM_BINS, NUM_BINS], at the first level and at a deeper one: the number of tokens in each bin below
+    a token of one bin, and the number of tokens and runners-up."""
+    shares = np.array([[own.first for own in margins], [own.deeper for own in margins]])
+    chances = np.array([[own.chances for own in margins], [own.seconds for own in margins]])
     lower = np.rint(-BINS_PER_HALVING * np.log2(np.maximum(chances, 0.5 * BIN_CHANCES[-1]))).astype(int)
-    places = lower + _WIDTH * np.arange(len(chances))[:, None]
-    counts = np.array(
-        [np.bincount(places.ravel(), np.tile(own, len(chances)), _WIDTH * len(chances)) for own in shares]
+    size = 2 * len(margins) * _WIDTH
+    places = lower + _WIDTH * np.arange(len(margins))[:, None]
+    places = places + np.array([0, size // 2])[:, None, None, None]  # [level, token or runner-up, margins, NUM_MARGINS]
+    tokens, seconds = (
+        np.bincount(own.ravel(), shares.ravel(), size).reshape(2, -1, _WIDTH) for own in places.swapaxes(0, 1)
     )
-    found: NDArray[np.float64] = counts.reshape(len(shares), len(chances), _WIDTH)[..., _BELOW]
-    return found
+    return np.take(tokens, _BELOW, axis=-1), np.take(tokens + seconds, _BELOW, axis=-1)
 
 
 def _sizes(count: int) -> NDArray[np.int64]:

@@ -14,16 +14,19 @@ INITIAL_PLANS, PLAN_TIME_SHARE = 8.0, 0.01
 """Number of plans that may be made before any time has passed, and the share of the time that plans may take. Where
 they would take more, an older plan is followed for longer, even one of another load."""
 
-REPLAN_STEPS, TIMING_STEPS = 32, 8
-"""A plan is followed for 32 steps, the first one of a load until its sequences took 32 steps together, and the next
-ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
-batch, a timing some tens."""
+REPLAN_STEPS, PLAIN_STEPS, TIMING_STEPS = 32, 128, 8
+"""A plan is followed for 32 steps, for 128 if nobody drafts, which teaches little; the first one of a load until its
+sequences took 32 steps together, and the next ones for twice as many each. Timings are learnt from every 8th step. A
+plan costs some hundreds of microseconds for a batch, a timing some tens."""
 
 TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
 the tokens: what rows cost beside each other is known for sure only where it was timed. Trials are rarer where the draft
-keys that they begin with would take more than this share of the time. Where drafting is expected to bring less than
-1 / 0.8 times the tokens, one step of 256 does not draft, and tells what that costs."""
+keys that they begin with would take more than this share of the time."""
+
+RESTING_SHARE = 0.002
+"""Where sequences draft, four steps in a row sometimes do not, at most four of 256, and tell what that takes: steps
+that draft do not tell how much of their time is that of their rows. They may cost this share of the tokens."""
 
 
 class PlanKey(NamedTuple):
@@ -82,9 +85,9 @@ class Plans:
         elif not load.has_chunks and self._may_rest(now, last.plan.speedup):
             self._last_trial = now
             plain = DraftingPlan(last.plan.rate / last.plan.speedup, last.plan.row_ms, last.plan.num_rows)
-            last = _Planned(plain, now + 1, last.steps, True)
+            last = _Planned(plain, now + TRIAL_STEPS, last.steps, True)
         else:
-            steps = min(REPLAN_STEPS, 2 * last.steps)
+            steps = min(REPLAN_STEPS if last.plan.planned_rate else PLAIN_STEPS, 2 * last.steps)
             last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)
         self.current = self._of_loads[load] = last
 
@@ -92,7 +95,8 @@ class Plans:
         return now - self._last_trial >= max(TRIAL_PERIOD, beginning_steps() / TRIAL_TIME_SHARE)
 
     def _may_rest(self, now: int, speedup: float) -> bool:
-        return 1.0 < speedup < 1.0 / TRIAL_SPEEDUP and now - self._last_trial >= TRIAL_PERIOD
+        period = max(TRIAL_PERIOD, TRIAL_STEPS * (1.0 - 1.0 / speedup) / RESTING_SHARE)
+        return speedup > 1.0 and now - self._last_trial >= period
 
     def _made(self, make: Callable[[float], DraftingPlan], least_speedup: float) -> DraftingPlan:
         began = time.perf_counter()
