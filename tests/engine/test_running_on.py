@@ -14,7 +14,7 @@ from tests.engine.test_stops import letters
 import aquiline.engine.engine as engine_module
 from aquiline.backends.base import Pending, StepInput
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.control.plans import PLAIN_STEPS
+from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.llm import LLM
 from aquiline.spec.adaptive import Adaptive
 
@@ -78,7 +78,7 @@ def test_adaptive_sequences_repeat_what_they_chose() -> None:
     llm = llm_of(num_continuous=64, max_batch=3)
     calls = ahead(llm)
     assert tokens(llm.run(prompts(6), sampling, drafting=Adaptive(lookup=False))) == expected
-    assert 1 < max(most for most, _ in calls) <= PLAIN_STEPS
+    assert 1 < max(most for most, _ in calls) <= REPLAN_STEPS
 
 
 def test_random_choices_are_repeated_and_change_no_text() -> None:

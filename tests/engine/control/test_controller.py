@@ -22,7 +22,6 @@ from aquiline.engine.control.controller import (
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.control.planner import DraftingPlan
 from aquiline.engine.control.plans import (
-    PLAIN_STEPS,
     REPLAN_STEPS,
     RESTING_SHARE,
     TIMING_STEPS,
@@ -211,7 +210,7 @@ def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
     )
     tried = [number for number, source in enumerate(dear) if source == "draft"]
     assert tried[:TRIAL_STEPS] == list(range(REPLAN_STEPS, REPLAN_STEPS + TRIAL_STEPS))
-    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + PLAIN_STEPS
+    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + REPLAN_STEPS
     assert "draft" not in far_too_dear
 
 

@@ -144,9 +144,10 @@ class Controller:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
         self._steps_untimed += 1
-        drafted = any(decode.cut is not None for decode in step.message.decodes)
-        is_timed = self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
-        is_timed, self._drafted, has_adaptive = is_timed and drafted == self._drafted, drafted, False
+        has_adaptive, is_timed = False, self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
+        drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
+        is_timed = is_timed and drafted == self._drafted
+        self._drafted = drafted
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
@@ -249,9 +250,7 @@ class Controller:
             return uncopied(sequence, state)
         proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
         key_ms = self.costs.row_keys(float(len(sequence.tokens)))
-        node = max(
-            MIN_NODE_TOKENS, self._plan.rate * (self._plan.row_ms + key_ms)
-        )  # tokens that a copied one must bring
+        node = max(MIN_NODE_TOKENS, self._plan.rate * (self._plan.row_ms + key_ms))  # what a copied token must bring
         worth, count = 0.0, 0
         for chance in proposal.confidences:  # they fall from token to token
             if chance < node:

@@ -14,10 +14,10 @@ INITIAL_PLANS, PLAN_TIME_SHARE = 8.0, 0.01
 """Number of plans that may be made before any time has passed, and the share of the time that plans may take. Where
 they would take more, an older plan is followed for longer, even one of another load."""
 
-REPLAN_STEPS, PLAIN_STEPS, TIMING_STEPS = 32, 128, 8
-"""A plan is followed for 32 steps, for 128 if nobody drafts, which teaches little; the first one of a load until its
-sequences took 32 steps together, and the next ones for twice as many each. Timings are learnt from every 8th step. A
-plan costs some hundreds of microseconds for a batch, a timing some tens."""
+REPLAN_STEPS, TIMING_STEPS = 32, 8
+"""A plan is followed for 32 steps, the first one of a load until its sequences took 32 steps together, and the next
+ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
+batch, a timing some tens."""
 
 TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
@@ -87,7 +87,7 @@ class Plans:
             plain = DraftingPlan(last.plan.rate / last.plan.speedup, last.plan.row_ms, last.plan.num_rows)
             last = _Planned(plain, now + TRIAL_STEPS, last.steps, True)
         else:
-            steps = min(REPLAN_STEPS if last.plan.planned_rate else PLAIN_STEPS, 2 * last.steps)
+            steps = min(REPLAN_STEPS, 2 * last.steps)
             last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)
         self.current = self._of_loads[load] = last
 
