@@ -69,10 +69,10 @@ class Turns(Controller):
         drafting = drafting if drafting.is_speculative else PLAIN
         return StepChoice({s: Decode(s.slot, drafting) for s in plan.decoding}, (), REPLAN_STEPS)
 
-    def repeated(self, choice: StepChoice, num_steps: int) -> None:
+    def repeated(self, num_steps: int) -> None:
         """Of the adaptive turns."""
         if self.setting == ADAPTIVE:
-            super().repeated(choice, num_steps)
+            super().repeated(num_steps)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends, or goes back and is a new one."""

@@ -186,7 +186,7 @@ class Engine:
         message = message_of(plan, choice, self.pool.take_changes(), self.with_trees, self.models.tokenizer)
         num_steps = self.pipeline.issue(self.backend, plan, message, most)
         if num_steps > 1 and choice is not None and self.controller is not None:
-            self.controller.repeated(choice, num_steps)
+            self.controller.repeated(num_steps)
         return True
 
     def _renew_draft(self) -> list[TokenDelta]:

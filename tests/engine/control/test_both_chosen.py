@@ -46,7 +46,8 @@ def chosen(
     terms = Terms(CUT, 8, length, chain_worth) if length else None
     plan = DraftingPlan(rate=1.0, row_ms=least, num_rows=1)
     controller._plans.current = controller._plans.current._replace(plan=plan)
-    choice = _SequenceState(record, SequenceSearches(False), plan, terms)
+    uncopied = Decode(0, Chain(8), cut=CUT) if length else Decode(0, PLAIN)
+    choice = _SequenceState(record, SequenceSearches(False), uncopied, plan, terms)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(drafting=Adaptive())
     )

@@ -261,6 +261,14 @@ def test_chains_have_the_planned_levels() -> None:
     assert source_of(decode) == "draft" and decode.drafting == Chain(2)
 
 
+def test_a_sequence_that_comes_back_to_another_slot_drafts_there() -> None:
+    """The plan stands, but what was chosen for the old slot is another sequence's now."""
+    controller, sequence = controller_of(pass_ms=PLAIN_MS / 3), sequence_of()
+    before = chosen(controller, sequence).decodes[sequence]
+    sequence.slot = 3
+    assert chosen(controller, sequence).decodes[sequence] == before._replace(slot=3)
+
+
 @pytest.mark.parametrize(("window", "root", "first_key", "teaches"), [
     (0, 100, 1, True), (0, 100, 51, True), (0, 100, 52, False), (24, 100, 89, True), (24, 100, 90, False),
     (24, 10, 6, True), (24, 10, 7, False),

@@ -62,10 +62,12 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 @dataclass(eq=False)
 class _SequenceState:
     """What the controller knows of one sequence. plan: the one that terms follow; terms: on which it drafts, None while
-    it does not; last_probe: number of the step that last probed the draft."""
+    it does not; uncopied: the choice without a copy, its chain or nothing; last_probe: number of the step that last
+    probed the draft."""
 
     record: Record | None  # None without a draft model
     searches: SequenceSearches
+    uncopied: Decode
     plan: DraftingPlan | None = None
     terms: Terms | None = None
     last_probe: int = 0
@@ -127,13 +129,11 @@ class Controller:
                 most = min(most, self._states[sequence].searches.next_step - self._num_steps)
         return max(1, most)
 
-    def repeated(self, choice: StepChoice, num_steps: int) -> None:
-        """The choice held for num_steps steps."""
+    def repeated(self, num_steps: int) -> None:
+        """The last choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
         self._earn(more)
-        for sequence in choice.decodes:
-            self._states[sequence].searches.num_uncopied += more
 
     def _earn(self, num_steps: int) -> None:
         """Probes and plans may take a share of the time of these steps."""
@@ -226,28 +226,29 @@ class Controller:
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
         """The sequence follows a plan from now on."""
-        state.plan, state.terms = plan, None
+        state.plan, state.terms, state.uncopied = plan, None, Decode(sequence.slot, PLAIN)
         if state.record is not None:
-            state.terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
+            state.terms = terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
+            if terms is not None:
+                state.uncopied = Decode(sequence.slot, chain_of(sequence, terms.levels), cut=terms.cut)
 
     def _state_of(self, sequence: Sequence) -> _SequenceState:
         found = self._states.get(sequence)
         if found is None:
             pool = self.pools[pool_number(sequence.request.sampling.temperature)]
-            found = self._states[sequence] = _SequenceState(
-                Record(pool) if sequence.drafts else None, SequenceSearches(not sequence.drafts, self._searches.gain)
-            )
+            searches = SequenceSearches(not sequence.drafts, self._searches.gain, self._num_steps - 1)
+            record = Record(pool) if sequence.drafts else None
+            found = self._states[sequence] = _SequenceState(record, searches, Decode(sequence.slot, PLAIN))
         return found
 
     # A step
 
     def _choose(self, sequence: Sequence, state: _SequenceState) -> Decode:
-        if state.plan is not self._plan:
+        if state.plan is not self._plan or state.uncopied.slot != sequence.slot:
             self._follow(sequence, state, self._plan)
         proposer = sequence.proposer
         if proposer is None or self._num_steps < state.searches.next_step:
-            state.searches.num_uncopied += 1
-            return uncopied(sequence, state)
+            return state.uncopied
         proposal = proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
         key_ms = self.costs.row_keys(float(len(sequence.tokens)))
         node = max(MIN_NODE_TOKENS, self._plan.rate * (self._plan.row_ms + key_ms))  # what a copied token must bring
@@ -261,8 +262,10 @@ class Controller:
         found = self._beside_chain(sequence, state, proposal, count, node, max(worth, chain_worth))
         if found is None and count and worth > chain_worth:
             found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
-        self._searches.count(state.searches, sum(proposal.confidences[:count]) if found is not None else 0.0)
-        return found or uncopied(sequence, state)
+        self._searches.count(
+            state.searches, self._num_steps, sum(proposal.confidences[:count]) if found is not None else 0.0
+        )
+        return found or state.uncopied
 
     def _beside_chain(
         self, sequence: Sequence, state: _SequenceState, proposal: Proposal, count: int, node: float, least_worth: float
@@ -297,7 +300,7 @@ class Controller:
         kept = best_copies(self.costs, plan.rate, plan.num_rows, gains)
         for (sequence, proposal), count in zip(copies, kept, strict=True):
             if not count:
-                chosen[sequence] = uncopied(sequence, self._states[sequence])
+                chosen[sequence] = self._states[sequence].uncopied
             elif count < len(proposal.tokens):
                 chosen[sequence] = chosen[sequence]._replace(proposal=first_of(proposal, count))
 
@@ -331,13 +334,6 @@ def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
     drafting = sequence.request.drafting
     assert isinstance(drafting, Adaptive)
     return drafting.chains[min(most, drafting.max_spec_tokens) - 1]
-
-
-def uncopied(sequence: Sequence, state: _SequenceState) -> Decode:
-    """The choice of a sequence that copies nothing: its chain, or nothing."""
-    if state.terms is None:
-        return Decode(sequence.slot, PLAIN)
-    return Decode(sequence.slot, chain_of(sequence, state.terms.levels), cut=state.terms.cut)
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

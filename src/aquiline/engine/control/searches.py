@@ -25,17 +25,18 @@ INITIAL_GAIN, GAIN_SMOOTHING = 1.0, 1 / 8
 @dataclass(eq=False)
 class SequenceSearches:
     """When one sequence searches. only_copies: copies are all that it drafts; gain: tokens that a search should bring,
-    on average; next_step: number of the step from which it searches again; num_uncopied: steps since it copied text."""
+    on average; last_copy: number of the step in which it copied text last, or before its first step; next_step: of the
+    step from which it searches again."""
 
     only_copies: bool
     gain: float = INITIAL_GAIN
+    last_copy: int = 0
     next_step: int = 0
-    num_uncopied: int = 0
 
-    def period(self, price: float, rarer: int) -> int:
-        """The sequence searches in one step of this many. price: tokens that a search must bring; rarer: how much rarer
-        it searches than by the table if it has not just copied, or brings less."""
-        place = bisect_right(UNCOPIED_LIMITS, self.num_uncopied)
+    def period(self, number: int, price: float, rarer: int) -> int:
+        """The sequence searches in one step of this many from step `number` on. price: tokens that a search must bring;
+        rarer: how much rarer it searches than by the table if it has not just copied, or brings less."""
+        place = bisect_right(UNCOPIED_LIMITS, number - self.last_copy)
         if self.only_copies or (place < 2 and self.gain >= price):
             return PERIODS[place]
         return min(PERIODS[-1], PERIODS[place] * rarer)
@@ -50,10 +51,11 @@ class Searches:
         self._rarer = 1  # of sequences that do not copy: a power of two, so that they fall on the same steps
         self._searched: list[SequenceSearches] = []  # in this step
 
-    def count(self, of: SequenceSearches, tokens: float) -> None:
-        """A sequence searched, and should copy so many tokens."""
+    def count(self, of: SequenceSearches, number: int, tokens: float) -> None:
+        """A sequence searched in step `number`, and should copy so many tokens."""
         self._searched.append(of)
-        of.num_uncopied = 0 if tokens else of.num_uncopied + 1
+        if tokens:
+            of.last_copy = number
         of.gain += GAIN_SMOOTHING * (tokens - of.gain)
         self.gain += GAIN_SMOOTHING**2 * (tokens - self.gain)
 
@@ -66,6 +68,6 @@ class Searches:
         share = COST * self._ms / (TIME_SHARE * step_ms) if step_ms else 1.0
         self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
         for of in self._searched:
-            period = of.period(rate * COST * self._ms, self._rarer)
+            period = of.period(number, rate * COST * self._ms, self._rarer)
             of.next_step = (number // period + 1) * period
         self._searched.clear()
