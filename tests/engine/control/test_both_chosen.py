@@ -14,7 +14,7 @@ from aquiline.engine.control.acceptance import Pool, Record
 from aquiline.engine.control.calibrate import estimated_table
 from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState, add_choice, source_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.planner import DraftingPlan, Terms
+from aquiline.engine.control.planner import ChainWorth, DraftingPlan
 from aquiline.engine.control.searches import SequenceSearches
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
@@ -43,11 +43,11 @@ def chosen(
     controller._overlap.hits[0] = alike * controller._overlap.trials[0]
     record = Record(Pool())
     record.pool.levels.hits[1] = share * record.pool.levels.trials[1]
-    terms = Terms(CUT, 8, length, chain_worth) if length else None
-    plan = DraftingPlan(rate=1.0, row_ms=least, num_rows=1)
+    plan = DraftingPlan(rate=1.0, row_ms=least, num_rows=1, levels=8)
     controller._plans.current = controller._plans.current._replace(plan=plan)
     uncopied = Decode(0, Chain(8), cut=CUT) if length else Decode(0, PLAIN)
-    choice = _SequenceState(record, SequenceSearches(False), uncopied, plan, terms)
+    worth = ChainWorth(length, chain_worth if length else 0.0)
+    choice = _SequenceState(record, SequenceSearches(False), uncopied, plan, worth)
     sequence: Any = SimpleNamespace(
         proposer=Copies(chances), slot=0, tokens=[0], max_step=17, request=SimpleNamespace(drafting=Adaptive())
     )

@@ -20,9 +20,7 @@ def plan_of(planner: Planner, record: Record) -> DraftingPlan:
 
 
 def length_of(planner: Planner, record: Record, plan: DraftingPlan) -> int:
-    terms = planner.terms(plan, record, 8)
-    assert terms is not None
-    return terms.length
+    return planner.chain_worth(plan, record, 8).length
 
 
 def test_chains_grow_within_some_plans_once_deeper_tokens_are_right() -> None:
@@ -43,14 +41,14 @@ def test_steps_that_bring_less_than_planned_end_drafting_and_it_comes_back() -> 
     planner, record = planner_of(deeper_ms=0.2), Record(Pool())
     plan = plan_of(planner, record)
     plain = planner_of(deeper_ms=100.0).plan(LOAD, [], 8).rate
-    assert planner.terms(plan, record, 8) is not None and plain < plan.planned_rate < 1.9 * plain
+    assert planner.cut(plan, record) is not None and plain < plan.planned_rate < 1.9 * plain
     num_drafted = 0
     while plan.planned_rate:
         planner.learn_rate(2, 4 / plan.planned_rate, plan.planned_rate)
         plan = plan_of(planner, record)
         num_drafted += 1
         assert num_drafted < 40, "half of what was planned is less than plain steps bring"
-    assert plan.rate == plain and planner.terms(plan, record, 8) is None
+    assert plan.rate == plain and planner.cut(plan, record) is None
     for _ in range(40):
         plan = plan_of(planner, record)
     assert plan.planned_rate

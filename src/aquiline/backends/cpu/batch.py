@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import addressof, byref, c_double, c_float, c_int32, sizeof
+from ctypes import addressof, byref, c_double, c_float, c_int32
 from itertools import chain
 from typing import Any
 from weakref import finalize
@@ -17,7 +17,6 @@ from aquiline.backends.cpu.native import (
     AqAdmit,
     AqBatchConfig,
     AqConfidence,
-    AqCut,
     AqEdit,
     AqModel,
     AqSampling,
@@ -39,8 +38,6 @@ CHAIN, STATIC, DYNAMIC = range(3)
 NUM_TIMES = 5
 """Stages whose times a step reports (csrc/stages/batch.h, StageTime)."""
 
-FLOATS = sizeof(AqCut) // sizeof(c_float)
-
 
 class NativeBatch:
     """The slots of one engine inside the library. `kept` keeps alive the arrays that the config points to.
@@ -56,9 +53,8 @@ class NativeBatch:
         self.vocab_size: int = config.target.contents.vocab
         self._shapes: dict[Drafting, int] = {}
         self._message = (c_int32 * 1024)()
-        self._cuts = (c_float * 1024)()  # AqCuts, one after the other
-        self._row_costs = (c_float * 1)()
-        self._packed: tuple[float, ...] = ()  # the values in _row_costs
+        self._cuts, self._row_costs = (c_float * 1)(), (c_float * 1)()  # AqCuts, one after the other; of a step
+        self._packed_cuts, self._packed_costs = list[Cut](), tuple[float, ...]()  # what is in them
         self._confidence = AqConfidence()
         self._num_done = c_int32()
         self._kept_draft: object = None
@@ -164,7 +160,7 @@ class NativeBatch:
         message = [len(step.extends), len(step.chunks), len(decodes), len(step.pages)]
         message += chain.from_iterable(step.extends)
         message += chain.from_iterable(step.chunks)
-        proposing, cuts = False, list[float]()
+        proposing, cuts = False, list[Cut]()
         for decode in decodes:
             slot, drafting, proposal, cut = decode
             number = shapes.get(drafting)
@@ -175,19 +171,18 @@ class NativeBatch:
                 proposing, count = True, len(proposal.tokens)
             message += (slot, number, count, cut is not None)
             if cut is not None:
-                cuts += floats_of(cut)
+                cuts.append(cut)
         for pages in step.pages:
             message += (pages.slot, pages.group, pages.first, len(pages.pages), *pages.pages)
         if proposing:
             message += proposals(decodes)
-        if len(cuts) > len(self._cuts):
-            self._cuts = (c_float * (2 * len(cuts)))()
-        if cuts:
-            self._cuts[: len(cuts)] = cuts  # type: ignore[assignment]
         confidence, row_costs = self._confidence, step.row_costs
-        confidence.cuts, confidence.num_cuts = addressof(self._cuts) if cuts else None, len(cuts) // FLOATS
-        if row_costs is not self._packed:
-            self._row_costs, self._packed = (c_float * len(row_costs))(*row_costs), row_costs
+        if cuts != self._packed_cuts:  # most are those of the last step
+            floats = [*chain.from_iterable(map(floats_of, cuts))]
+            self._cuts, self._packed_cuts = (c_float * len(floats))(*floats), cuts
+            confidence.cuts, confidence.num_cuts = addressof(self._cuts) if cuts else None, len(cuts)
+        if row_costs is not self._packed_costs:
+            self._row_costs, self._packed_costs = (c_float * len(row_costs))(*row_costs), row_costs
             confidence.row_costs = addressof(self._row_costs) if row_costs else None
             confidence.num_row_costs = len(row_costs)
         if len(message) > len(self._message):

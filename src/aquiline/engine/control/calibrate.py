@@ -35,14 +35,14 @@ from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
 logger = logging.getLogger(__name__)
 
-FILE_VERSION = 6
+FILE_VERSION = 7
 """Version of the file's format and of the measurement."""
 
 MAX_OTHERS, MAX_TRIES = 0.1, 3
 """Share of the processors that others may use while a table is measured, and measurements after which the least
 disturbed table stays."""
 
-MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 MEASURED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 REPEATS, WARMING_STEPS = 5, 5
 """How often each is measured, and the steps of one row before each round: behind a step of many rows the next four find

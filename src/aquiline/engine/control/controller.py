@@ -23,10 +23,10 @@ from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, 
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import (
     MIN_NODE_TOKENS,
+    ChainWorth,
     DraftingPlan,
     Planner,
     StepLoad,
-    Terms,
     best_copies,
 )
 from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
@@ -61,15 +61,15 @@ UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 
 @dataclass(eq=False)
 class _SequenceState:
-    """What the controller knows of one sequence. plan: the one that terms follow; terms: on which it drafts, None while
-    it does not; uncopied: the choice without a copy, its chain or nothing; last_probe: number of the step that last
-    probed the draft."""
+    """What the controller knows of one sequence. plan: the one that it follows; uncopied: its choice without a copy, a
+    chain or nothing; worth: what that chain should bring, None until it is asked for; last_probe: number of the step
+    that last probed the draft."""
 
     record: Record | None  # None without a draft model
     searches: SequenceSearches
     uncopied: Decode
     plan: DraftingPlan | None = None
-    terms: Terms | None = None
+    worth: ChainWorth | None = None
     last_probe: int = 0
 
 
@@ -226,11 +226,9 @@ class Controller:
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
         """The sequence follows a plan from now on."""
-        state.plan, state.terms, state.uncopied = plan, None, Decode(sequence.slot, PLAIN)
-        if state.record is not None:
-            state.terms = terms = self._planner.terms(plan, state.record, chain_of(sequence).num_spec_tokens)
-            if terms is not None:
-                state.uncopied = Decode(sequence.slot, chain_of(sequence, terms.levels), cut=terms.cut)
+        cut = None if state.record is None else self._planner.cut(plan, state.record)
+        drafting = PLAIN if cut is None else chain_of(sequence, plan.levels)
+        state.plan, state.uncopied, state.worth = plan, Decode(sequence.slot, drafting, cut=cut), None
 
     def _state_of(self, sequence: Sequence) -> _SequenceState:
         found = self._states.get(sequence)
@@ -258,10 +256,12 @@ class Controller:
                 break
             worth += chance - node
             count += 1
-        chain_worth = 0.0 if state.terms is None else state.terms.worth
-        found = self._beside_chain(sequence, state, proposal, count, node, max(worth, chain_worth))
-        if found is None and count and worth > chain_worth:
-            found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
+        found = None
+        if count:
+            chain = self._chain_worth(sequence, state)
+            found = self._beside_chain(sequence, state, proposal, count, node, max(worth, chain.worth))
+            if found is None and worth > chain.worth:
+                found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
         self._searches.count(
             state.searches, self._num_steps, sum(proposal.confidences[:count]) if found is not None else 0.0
         )
@@ -276,19 +276,28 @@ class Controller:
         A token that both have is one node, and counts once. The chain is assumed to have the copy's first token as
         often as it had rightly copied first tokens before, and each further one as often as its own tokens are right at
         deeper levels."""
-        terms = state.terms
-        if not count or terms is None or state.record is None:
+        cut = state.uncopied.cut
+        if cut is None or state.record is None:
             return None
-        room = sequence.request.drafting.max_nodes - 1
-        count = min(count, room - 2 * terms.length)
-        deeper, overlap, worth = state.record.share(1), self._overlap.share(0), terms.worth
+        chain, room = self._chain_worth(sequence, state), sequence.request.drafting.max_nodes - 1
+        count = min(count, room - 2 * chain.length)
+        deeper, overlap, worth = state.record.share(1), self._overlap.share(0), chain.worth
         for chance in proposal.confidences[: max(0, count)]:
             worth += chance - node - chance * overlap * (1 - node)
             overlap *= deeper
         if count < 1 or worth <= least_worth:
             return None
-        chain = chain_of(sequence, min(terms.levels, (room - count) // 2))
-        return Decode(sequence.slot, chain, first_of(proposal, count), cut=terms.cut)
+        drafting = chain_of(sequence, min(self._plan.levels, (room - count) // 2))
+        return Decode(sequence.slot, drafting, first_of(proposal, count), cut=cut)
+
+    def _chain_worth(self, sequence: Sequence, state: _SequenceState) -> ChainWorth:
+        """What the sequence's chain should bring by its plan; nothing if it does not draft."""
+        if state.worth is None:
+            state.worth = ChainWorth(0, 0.0)
+            if state.uncopied.cut is not None and state.record is not None:
+                most = chain_of(sequence).num_spec_tokens
+                state.worth = self._planner.chain_worth(self._plan, state.record, most)
+        return state.worth
 
     def _fit_copies(self, chosen: dict[Sequence, Decode]) -> None:
         """Keep the copied tokens that pay together. Each copy was chosen by a constant price of a row."""

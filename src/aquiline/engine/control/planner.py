@@ -104,12 +104,10 @@ class BestDrafting:
     least_pass: int = 0
 
 
-class Terms(NamedTuple):
-    """The terms on which one sequence drafts. levels: of its chain at most; length: on average; worth: the expected
-    tokens of the chain, less those that its time could bring otherwise."""
+class ChainWorth(NamedTuple):
+    """What one sequence's chain should bring. length: its levels on average; worth: its expected tokens, less those
+    that its time could bring otherwise."""
 
-    cut: Cut
-    levels: int
     length: int
     worth: float
 
@@ -169,17 +167,20 @@ class Planner:
             levels=best.levels, least_pass=best.least_pass,
         )  # fmt: skip
 
-    def terms(self, plan: DraftingPlan, record: Record, most_levels: int) -> Terms | None:
-        """The terms on which a sequence drafts, None if it does not."""
+    def cut(self, plan: DraftingPlan, record: Record) -> Cut | None:
+        """Where the chain of a sequence ends, None if it does not draft."""
         if not plan.planned_rate or record.share(0) < plan.least_share:
             return None
+        least_pass = max(plan.least, float(LEAST_PASSES[plan.least_pass]))
+        return Cut(chances_of(record), seconds_of(record), plan.least, least_pass)
+
+    def chain_worth(self, plan: DraftingPlan, record: Record, most_levels: int) -> ChainWorth:
+        """What the chain of a sequence that drafts should bring; most_levels: that it may have."""
         (outlook,) = self._outlooks([record], most_levels)
         levels, place = min(most_levels, plan.levels), plan.least_pass
         worth = float(outlook.nodes[levels - 1, place] @ np.maximum(0.0, BIN_CHANCES - plan.node))
-        least_pass = max(plan.least, float(LEAST_PASSES[place]))
-        cut = Cut(chances_of(record), seconds_of(record), plan.least, least_pass)
         length = max(1, round(float(outlook.passes[:levels, place].sum())))
-        return Terms(cut, levels, length, worth - plan.rate * plan.part_ms)
+        return ChainWorth(length, worth - plan.rate * plan.part_ms)
 
     def learn_rate(self, tokens: int, ms: float, planned_rate: float) -> None:
         """Learn from a step that was planned at planned_rate and brought `tokens` in `ms`."""
