@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aquiline.backends.base import Admit, Decode, Decoded, StepInput, StepOutput
+from aquiline.backends.base import Admit, Chunk, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import SamplingParams
 from aquiline.engine.control.acceptance import Pool, Record, pool_number
 from aquiline.engine.control.controller import (
@@ -182,13 +182,20 @@ def test_the_first_step_that_drafts_or_does_not_teaches_no_times() -> None:
     assert learnt == [False, True, True, False]
 
 
-@pytest.mark.parametrize(("num_cached", "draft_end", "source"), [(20_000, 20_000, "draft"), (20_000, 0, "none")])
-def test_missing_draft_keys_are_paid_for_before_a_sequence_begins(num_cached: int, draft_end: int, source: str) -> None:
-    """A draft that brings a little does not pay for 20,000 keys within 128 steps."""
+@pytest.mark.parametrize(("num_cached", "draft_end", "chunk_rows", "source"), [
+    (20_000, 20_000, 0, "draft"), (20_000, 0, 0, "none"), (2_000, 0, 0, "draft"), (2_000, 0, 1, "none"),
+    (2_000, 2_000, 1, "draft"),
+])  # fmt: skip
+def test_missing_draft_keys_are_paid_for_before_a_sequence_begins(
+    num_cached: int, draft_end: int, chunk_rows: int, source: str
+) -> None:
+    """A draft that brings a little does not pay for 20,000 keys within 128 steps, nor for 2,000 beside a prompt."""
     controller, sequence = controller_of(pass_ms=PLAIN_MS / 4), sequence_of()
     sequence.num_cached, sequence.draft_end = num_cached, draft_end
     controller._expected_ms = PLAIN_MS
-    assert source_of(chosen(controller, sequence).decodes[sequence]) == source
+    chunks = (Chunk(1, 0, chunk_rows, is_last=False, draws=False),) * chunk_rows
+    choice = controller.choose(StepPlan(decoding=(sequence,), chunks=chunks))
+    assert choice is not None and source_of(choice.decodes[sequence]) == source
 
 
 def test_searches_that_take_long_are_rarer() -> None:

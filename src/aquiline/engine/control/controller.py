@@ -45,8 +45,9 @@ PROBE_TIME_SHARE = 0.004
 INITIAL_PROBES = 4
 """Number of probes that may be taken before any time has passed."""
 
-PAYING_STEPS = 128
-"""Steps within which the draft keys that sequences lack must be paid for, if they are to begin to draft."""
+PAYING_STEPS, PROMPT_STEPS = 128, 8
+"""Steps within which the draft keys that sequences lack must be paid for, if they are to begin to draft: by themselves,
+and beside prompts, which do not last."""
 
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
@@ -221,7 +222,7 @@ class Controller:
             keys=tuple(float(len(s.tokens)) for s, _ in drafters),
         )  # fmt: skip
         most = max((chain_of(s).num_spec_tokens for s, _ in drafters), default=0)
-        least_speedup *= 1.0 + self._beginning_steps(mine) / PAYING_STEPS
+        least_speedup *= 1.0 + self._beginning_steps(mine) / (PROMPT_STEPS if plan.chunks else PAYING_STEPS)
         return self._planner.plan(load, [record for _, record in drafters], most, least_speedup)
 
     def _follow(self, sequence: Sequence, state: _SequenceState, plan: DraftingPlan) -> None:
