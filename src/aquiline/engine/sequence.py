@@ -248,17 +248,19 @@ class Sequence:
         if self.finish_reason is not None:
             return None
         num_accepted = len(decoded.kept) - 1
-        delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter_of(decode, decoded))
+        num_drafted = decoded.num_drafted
+        drafter = drafter_of(decode, decoded)
+        delta = self._append_or_fail(decoded.kept, num_accepted, decoded.logprobs, drafter, num_drafted)
         num_kept = len(delta.token_ids)
-        if decoded.num_drafted and (decode.proposal is None or decode.cut is not None):
-            self._note_guesses(decoded.num_drafted, num_accepted, num_kept)
-        self.counters.add(decoded.num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
+        if num_drafted and (decode.proposal is None or decode.cut is not None):
+            self._note_guesses(num_drafted, num_accepted, num_kept)
+        self.counters.add(num_drafted, num_accepted, num_kept, len(decoded.kept) - num_kept)
         if self.slot == decode.slot:
             self.num_cached += num_kept
             self._note_draft(decoded)
             self.is_drafting = decode.drafting.needs_draft_model
-            self.num_rows = 1 + decoded.num_drafted
-        return delta._replace(num_drafted=decoded.num_drafted, num_confirmed=num_accepted)
+            self.num_rows = 1 + num_drafted
+        return delta
 
     def _note_guesses(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """The draft model drafted for a step of which num_kept tokens were appended: the end of the text may have cut
@@ -289,19 +291,21 @@ class Sequence:
         self.features_end = outcome.features_end
 
     def _append_or_fail(
-        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft"
-    ) -> TokenDelta:
+        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source = "draft",
+        num_drafted: int = 0,
+    ) -> TokenDelta:  # fmt: skip
         """Append a step's tokens. A last token of -1 says that the target's logits are not numbers. The sequence then
         ends with an error, unless the tokens before the last one already end it. It also does if its grammar fails."""
         if self.constraint is not None and self.constraint.failure is not None:
-            return self.end("error", f"request {self.request.id}: structured: {self.constraint.failure}")
+            end = self.end("error", f"request {self.request.id}: structured: {self.constraint.failure}")
+            return end._replace(num_drafted=num_drafted, num_confirmed=num_accepted)
         if token_ids[-1] >= 0:
-            delta = self._append(token_ids, num_accepted, logprobs, drafter)
+            delta = self._append(token_ids, num_accepted, logprobs, drafter, num_drafted)
             if self.constraint is None or delta.finish_reason is not None:
                 return delta
             self.constraint.accept(delta.token_ids)
             return delta
-        delta = self._append(token_ids[:-1], num_accepted, logprobs, drafter)
+        delta = self._append(token_ids[:-1], num_accepted, logprobs, drafter, num_drafted)
         if delta.finish_reason is not None:
             return delta
         sampling, cause = self.request.sampling, "check the checkpoint's weights and dtype"
@@ -314,8 +318,9 @@ class Sequence:
         return delta._replace(text=delta.text + end.text, finish_reason="error", error=end.error)
 
     def _append(
-        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source
-    ) -> TokenDelta:
+        self, token_ids: list[int], num_accepted: int, logprobs: list[TokenLogprobs] | None, drafter: Source,
+        num_drafted: int,
+    ) -> TokenDelta:  # fmt: skip
         """Add a step's tokens (accepted drafts, then the bonus), cut at the first stop. Returns what was added."""
         room = self.request.max_tokens_total - len(self.tokens)
         kept = token_ids[:room]
@@ -337,7 +342,9 @@ class Sequence:
         self.pieces.append(text)
         assert len(kept) <= room, (len(kept), room)
         num_kept_drafts = min(num_accepted, len(kept))
-        delta = TokenDelta(self.request.id, kept, num_kept_drafts, text, reason, logprobs, drafter=drafter)
+        delta = TokenDelta(
+            self.request.id, kept, num_kept_drafts, text, reason, logprobs, None, drafter, num_drafted, num_accepted
+        )
         self.sources += delta.sources
         return delta
 
