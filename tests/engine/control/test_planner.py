@@ -20,6 +20,7 @@ def plan_of(planner: Planner, record: Record) -> DraftingPlan:
 
 
 def length_of(planner: Planner, record: Record, plan: DraftingPlan) -> int:
+    assert planner.cut(plan, record) is not None
     return planner.chain_worth(plan, record, 8).length
 
 

@@ -46,8 +46,8 @@ INITIAL_PROBES = 4
 """Number of probes that may be taken before any time has passed."""
 
 PAYING_STEPS, PROMPT_STEPS = 128, 8
-"""Steps within which the draft keys that sequences lack must be paid for, if they are to begin to draft: by themselves,
-and beside prompts, which do not last."""
+"""Steps within which the draft keys that sequences lack must be paid for, if they are to begin to draft; and the same
+beside prompts, which take only a few steps."""
 
 INITIAL_OVERLAP = 0.8
 """Share of the rightly copied tokens that the draft's chain also has, before the first event."""
@@ -145,10 +145,10 @@ class Controller:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
         self._steps_untimed += 1
-        has_adaptive, is_timed = False, self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
-        drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
-        is_timed = is_timed and drafted == self._drafted
-        self._drafted = drafted
+        has_adaptive, before = False, self._drafted
+        self._drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
+        is_due = self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
+        is_timed = is_due and self._drafted == before
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
