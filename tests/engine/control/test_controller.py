@@ -145,14 +145,38 @@ def test_rows_of_fixed_drafts_leave_fewer_cheap_ones() -> None:
         assert source_of(steps[-1]) == source, "those before may be probes"
 
 
-def test_a_choice_stands_no_longer_than_a_text_may_go_without_a_look() -> None:
+def test_a_choice_ends_for_a_search_only_where_one_should_pay() -> None:
+    """At first a search may bring a token, and a choice stands until the next one. Later the text is searched when
+    something else has ended the choice."""
     controller, sequence = controller_of(), sequence_of(Copies(lambda length: False))
-    most = list[int]()
+    controller._probe_ms, most = 0.0, list[int]()  # a probe would hold for one step
     for _ in range(2 * UNCOPIED_LIMITS[-1]):
         most.append(chosen(controller, sequence).most_steps)
         sequence.tokens.append(5)
-    _, soon, late = UNCOPIED_LIMITS
-    assert max(most[: soon - 1]) <= PERIODS[1] and max(most[: late - 1]) == PERIODS[2] < max(most[late:])
+    _, soon, _ = UNCOPIED_LIMITS
+    assert max(most[: soon - 1]) <= PERIODS[1] and max(most[soon:]) > PERIODS[-1]
+
+
+@pytest.mark.parametrize(("call_ms", "is_copied"), [(0.0, True), (80.0, True), (95.0, False)])
+def test_a_copy_pays_for_the_run_of_steps_that_it_ends(call_ms: float, is_copied: bool) -> None:
+    """Where steps are repeated in one call, a copy of 0.9 tokens is worth 90 ms of a step of 100."""
+    controller, sequence = controller_of(), sequence_of(Copies(lambda length: length > 90, 0.9))
+    taken(controller, sequence, 88)
+    controller.costs.call_ms = call_ms
+    found = list[str]()
+    for _ in range(PERIODS[-1]):
+        found.append(source_of(chosen(controller, sequence).decodes[sequence]))
+        controller.repeated(2)
+        sequence.tokens.append(5)
+    assert ("lookup" in found) == is_copied
+
+
+def test_what_a_call_costs_the_host_is_learnt_without_its_choice() -> None:
+    costs = StepCosts(controller_of().costs.table)
+    for _ in range(100):
+        costs.learn_host(1.0, 0.4)
+        costs.learn_host(0.2)
+    assert abs(costs.call_ms - 0.6) < 0.01 and 0.2 < costs.host_ms < 1.0
 
 
 def test_steps_that_admit_teach_no_times() -> None:
@@ -199,26 +223,40 @@ def test_missing_draft_keys_are_paid_for_before_a_sequence_begins(
 
 
 def test_searches_that_take_long_are_rarer() -> None:
-    """A search of 3 ms in a step of 100 takes more than searches without a copy may take."""
+    """A search of 3 ms in a step of 100 takes more than searches may take that have brought nothing for long."""
     looked = []
     for seconds in (0.0, 0.003):
         copies = Copies(lambda length, seconds=seconds: bool(seconds and time.sleep(seconds)))  # type: ignore[misc, func-returns-value]
-        taken(controller_of(), sequence_of(copies), 64)
-        looked.append(len(copies.looked))
-    assert looked[1] < 0.6 * looked[0]
+        taken(controller_of(), sequence_of(copies), 512)
+        looked.append(len([length for length in copies.looked if length > 256]))
+    assert looked[0] == 256 // PERIODS[-1] and looked[1] < 0.6 * looked[0]
     sequence = sequence_of(Copies(lambda length: time.sleep(0.003) is None))
     assert set(taken(controller_of(), sequence, 40)) == {"lookup"}, "copying goes on as before"
 
 
 def test_a_way_to_draft_that_seems_a_little_too_dear_is_tried() -> None:
-    """What it really takes is then timed. One that seems far too dear is not tried."""
+    """What it really takes is then timed. One that seems far too dear is not tried. Each trial that teaches nothing
+    new makes trials half as frequent."""
     dear, far_too_dear = (
-        taken(controller_of(pass_ms=pass_ms), sequence_of(), 2 * TRIAL_PERIOD) for pass_ms in (85.0, 300.0)
+        taken(controller_of(pass_ms=pass_ms), sequence_of(), 4 * TRIAL_PERIOD) for pass_ms in (85.0, 300.0)
     )
     tried = [number for number, source in enumerate(dear) if source == "draft"]
     assert tried[:TRIAL_STEPS] == list(range(REPLAN_STEPS, REPLAN_STEPS + TRIAL_STEPS))
-    assert len(tried) == 2 * TRIAL_STEPS and TRIAL_PERIOD <= tried[-1] - tried[0] < TRIAL_PERIOD + REPLAN_STEPS
+    first, second = tried[0], tried[TRIAL_STEPS]
+    assert len(tried) == 2 * TRIAL_STEPS and 2 * TRIAL_PERIOD <= second - first < 2 * TRIAL_PERIOD + REPLAN_STEPS
     assert "draft" not in far_too_dear
+
+
+def test_trials_are_as_frequent_as_at_first_once_drafting_has_paid() -> None:
+    pays, does_not = DraftingPlan(1.0, 1.0, 2, 1.0, 1.0), DraftingPlan(1.0, 1.0, 1)
+    plans, key, tried = Plans(), PlanKey(1, 1, False, frozenset()), list[int]()
+    for number in range(60 * TRIAL_PERIOD):
+        of_phase = pays if number // TRIAL_PERIOD == 40 else does_not
+        plans.take(key, number, 1, lambda: 0.0, lambda least, plan=of_phase: pays if least < 1.0 else plan)  # type: ignore[misc]
+        plans.earn(1, 1e3)
+        tried += [number] * (plans.current.is_trial and plans.current.plan is pays)
+    gaps = [round((after - before) / TRIAL_PERIOD) for before, after in pairwise(tried[::TRIAL_STEPS])]
+    assert gaps[:4] == [2, 4, 8, 16] and gaps[-3:-1] == [2, 4], gaps
 
 
 @pytest.mark.parametrize(("speedup", "num_rests"), [(1.02, 12), (1.2, 9), (1.5, 4), (3.0, 2)])

@@ -163,9 +163,9 @@ def test_one_long_pause_moves_little() -> None:
     costs = StepCosts(TABLE)
     costs.learn_verify(4, 0.0, 0.0, 1e6)
     assert costs.verify(4) < 1.2 * TABLE.verify[4]
-    costs.learn_host(0.05)
-    costs.learn_host(1e6)
-    assert costs.host_ms < 0.1
+    costs.learn_host(0.05, 0.01)
+    costs.learn_host(1e6, 0.01)
+    assert costs.host_ms < 0.1 and costs.call_ms < 0.1
     assert math.isfinite(costs.verify(MAX_TABLE_ROWS + 5))
 
 

@@ -232,3 +232,4 @@ def test_a_row_beyond_an_edge_is_not_bought_for_one_token() -> None:
     assert best_copies(costs, 3.0, 4, [[0.9], [0.8]]) == [0, 0]
     assert best_copies(costs, 3.0, 4, [[0.9, 0.8, 0.75], [0.85]]) == [3, 1]
     assert best_copies(costs, 3.0, 2, [[0.9, 0.8, 0.75], []]) == [2, 0]
+    assert best_copies(costs, 3.0, 2, [[0.9, 0.8, 0.75], []], alone_ms=10.0) == [0, 0]

@@ -97,6 +97,9 @@ class Controller:
         self._expected_ms = 0.0  # of the last step whose times were learnt
         self._searches = Searches()
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
+        self._choosing_ms = 0.0  # of the call whose first step is computed now; 0 in its further steps
+        self._repeats = False  # whether calls that might be repeated are
+        self._alone_ms = 0.0  # what it costs that the step is not repeated
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
         """How each adaptive sequence that decodes in this step drafts. None if there is none."""
@@ -105,28 +108,32 @@ class Controller:
         if not mine:
             return None
         self._num_steps += 1
+        self._alone_ms = self.costs.call_ms if self._repeats and not plan.chunks else 0.0
         states = [self._state_of(s) for s in mine]
         self._take_plan(plan, mine, states)
         started = time.perf_counter()
         chosen = {s: self._choose(s, state) for s, state in zip(mine, states, strict=True)}
         searching_ms = (time.perf_counter() - started) * 1e3
-        self._searches.end_step(self._num_steps, searching_ms, self._expected_ms, self._plan.rate)
+        self._searches.end_step(self._num_steps, searching_ms, self._alone_ms, self._expected_ms, self._plan.rate)
         self._fit_copies(chosen)
         self._earn(1)
         if self._probe_ms >= self._probe_cost and not self._plans.current.is_trial:
             self._probe(mine, chosen)
+        most_steps = self.most_steps(chosen)
+        self._repeats = self._repeats and (most_steps == 1 or bool(plan.chunks))
+        self._choosing_ms = (time.perf_counter() - began) * 1e3
         self.ledger.num_chosen += 1
-        self.ledger.choosing_ms += (time.perf_counter() - began) * 1e3
-        return StepChoice(chosen, self._plan.row_costs, self.most_steps(chosen))
+        self.ledger.choosing_ms += self._choosing_ms
+        return StepChoice(chosen, self._plan.row_costs, most_steps)
 
     def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
-        """The number of steps for which the choice may stand: until a plan is due, and until a sequence must search for
-        a match. A copy or a probe holds for one step."""
+        """The number of steps for which the choice may stand: until a plan is due, and until a search for a match that
+        is awaited. A copy or a probe holds for one step."""
         most = self._plans.current.until - self._num_steps
         for sequence, decode in chosen.items():
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
-            if sequence.proposer is not None:
+            if sequence.proposer is not None and self._states[sequence].searches.is_awaited:
                 most = min(most, self._states[sequence].searches.next_step - self._num_steps)
         return max(1, most)
 
@@ -134,6 +141,7 @@ class Controller:
         """The last choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
+        self._repeats = True
         self._earn(more)
 
     def _earn(self, num_steps: int) -> None:
@@ -176,8 +184,8 @@ class Controller:
         """The engine's step took so long in all. Of steps that were computed together, the first has the host's
         work."""
         if self._inside_ms > 0.0:
-            self.costs.learn_host(seconds * 1e3 - self._inside_ms)
-            self._inside_ms = 0.0
+            self.costs.learn_host(seconds * 1e3 - self._inside_ms, self._choosing_ms)
+        self._inside_ms = self._choosing_ms = 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -263,9 +271,8 @@ class Controller:
             found = self._beside_chain(sequence, state, proposal, count, node, max(worth, chain.worth))
             if found is None and worth > chain.worth:
                 found = Decode(sequence.slot, PLAIN, first_of(proposal, count))
-        self._searches.count(
-            state.searches, self._num_steps, sum(proposal.confidences[:count]) if found is not None else 0.0
-        )
+        gain = 0.0 if found is None else max(0.0, worth - self._plan.rate * self._alone_ms)
+        self._searches.count(state.searches, self._num_steps, found is not None, gain)
         return found or state.uncopied
 
     def _beside_chain(
@@ -307,7 +314,7 @@ class Controller:
             return
         plan, key_price = self._plan, self._plan.rate * self.costs.row_keys(1.0)
         gains = [[chance - key_price * len(s.tokens) for chance in proposal.confidences] for s, proposal in copies]
-        kept = best_copies(self.costs, plan.rate, plan.num_rows, gains)
+        kept = best_copies(self.costs, plan.rate, plan.num_rows, gains, self._alone_ms)
         for (sequence, proposal), count in zip(copies, kept, strict=True):
             if not count:
                 chosen[sequence] = self._states[sequence].uncopied

@@ -131,12 +131,13 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 class StepCosts:
-    """A CostTable with corrections. Milliseconds throughout."""
+    """A CostTable with corrections. Milliseconds throughout. host_ms: the host's part of a step, on average; call_ms:
+    of the first step of a call, without the choice of its drafting."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
-        self.early_factor = self.after_factor = self.host_ms = 0.0
+        self.early_factor = self.after_factor = self.host_ms = self.call_ms = 0.0
         self._covariance = [[doubt**2 * (i == j) for j in range(len(MAX_DOUBT))] for i, doubt in enumerate(MAX_DOUBT)]
         self._row_factors = [1.0] * (MAX_TABLE_ROWS + 1)  # by the number of rows
 
@@ -253,9 +254,12 @@ class StepCosts:
         ratio = min(2.0, max(0.5, measured_ms / expected_ms))
         self.draft_factor = _within(self.draft_factor * (1 + STAGE_SMOOTHING * (ratio - 1)), 0.05, 20.0)
 
-    def learn_host(self, measured_ms: float) -> None:
-        """Learn the time of a step outside the backend's stages."""
+    def learn_host(self, measured_ms: float, choosing_ms: float = 0.0) -> None:
+        """Learn the time of a step outside the backend's stages. choosing_ms: the part of it in which the drafting of a
+        call was chosen; 0 for all of a call's steps but the first."""
         self.host_ms += STAGE_SMOOTHING * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
+        if choosing_ms:
+            self.call_ms += STAGE_SMOOTHING * (min(measured_ms - choosing_ms, 4 * self.call_ms + 0.1) - self.call_ms)
 
     def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float, float]:
         """Milliseconds by the table, without the factors: of a forward of one row, of the further rows, of the keys of

@@ -241,9 +241,12 @@ def best_drafting(
     return found
 
 
-def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequence[float]]) -> list[int]:
+def best_copies(
+    costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequence[float]], alone_ms: float = 0.0
+) -> list[int]:
     """Choose for each of several copies how many of its first tokens are verified, if a millisecond must bring `rate`
-    tokens and the step has `rows` rows without them. gains[i]: the expected tokens of each token of copy i, descending.
+    tokens and the step has `rows` rows without them. gains[i]: the expected tokens of each token of copy i, descending;
+    alone_ms: what it costs that a step with copies is not repeated.
 
     The likeliest tokens of all copies are added one after the other, and the most valuable number of them is taken. A
     constant price of a row would not do: a row costs nothing up to an edge, and a whole tile of rows beyond it."""
@@ -251,7 +254,7 @@ def best_copies(costs: StepCosts, rate: float, rows: int, gains: Sequence[Sequen
     if len(gains) > 1:
         additions.sort(reverse=True)
     row_ms = costs.further_rows(rows, len(additions))
-    value, most, count = 0.0, 0.0, 0
+    value, most, count = 0.0, rate * alone_ms, 0
     for number, (gain, _, _) in enumerate(additions, 1):
         value += gain
         worth = value - rate * row_ms[number]

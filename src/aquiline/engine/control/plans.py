@@ -19,10 +19,11 @@ REPLAN_STEPS, TIMING_STEPS = 32, 8
 ones for twice as many each; timings are learnt from every 8th step. A plan costs some hundreds of microseconds for a
 batch, a timing some tens."""
 
-TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE = 256, 4, 0.8, 0.01
+TRIAL_PERIOD, TRIAL_STEPS, TRIAL_SPEEDUP, TRIAL_TIME_SHARE, MOST_TRIALS = 256, 4, 0.8, 0.01, 4
 """Where nobody drafts, the best way to draft is tried for 4 of 256 steps, if it is expected to bring at least 0.8 of
 the tokens: what rows cost beside each other is known for sure only where it was timed. Trials are rarer where the draft
-keys that they begin with would take more than this share of the time."""
+keys that they begin with would take more than this share of the time. Each of up to four trials in a row that no
+drafting has followed makes those of its load half as frequent."""
 
 RESTING_SHARE = 0.002
 """Where sequences draft, four steps in a row sometimes do not, at most four of 256, and tell what that takes: steps
@@ -41,12 +42,13 @@ class PlanKey(NamedTuple):
 
 class _Planned(NamedTuple):
     """The plan of a load. until: the number of the step from which it is old; steps: how many steps it is followed for;
-    is_trial: whether it tries to draft."""
+    is_trial: whether it tries to draft, or not to; num_trials: trials in a row that no drafting has followed."""
 
     plan: DraftingPlan
     until: int
     steps: int
     is_trial: bool = False
+    num_trials: int = 0
 
 
 class Plans:
@@ -79,20 +81,24 @@ class Plans:
         elif last is None:
             steps = max(math.ceil(REPLAN_STEPS / num_adaptive), self.current.steps)
             last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)
-        elif not load.has_chunks and not last.plan.planned_rate and self._may_try(now, beginning_steps):
+        elif not load.has_chunks and self._may_try(now, last, beginning_steps):
             self._last_trial = now
-            last = _Planned(self._made(make, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True)
+            num_trials = min(MOST_TRIALS, last.num_trials + 1)
+            last = _Planned(self._made(make, TRIAL_SPEEDUP), now + TRIAL_STEPS, last.steps, True, num_trials)
         elif not load.has_chunks and self._may_rest(now, last.plan.speedup):
             self._last_trial = now
             plain = DraftingPlan(last.plan.rate / last.plan.speedup, last.plan.row_ms, last.plan.num_rows)
             last = _Planned(plain, now + TRIAL_STEPS, last.steps, True)
         else:
-            steps = min(REPLAN_STEPS, 2 * last.steps)
-            last = _Planned(self._made(make, MIN_SPEEDUP), now + steps, steps)
+            steps, plan = min(REPLAN_STEPS, 2 * last.steps), self._made(make, MIN_SPEEDUP)
+            last = _Planned(plan, now + steps, steps, num_trials=0 if plan.planned_rate else last.num_trials)
         self.current = self._of_loads[load] = last
 
-    def _may_try(self, now: int, beginning_steps: Callable[[], float]) -> bool:
-        return now - self._last_trial >= max(TRIAL_PERIOD, beginning_steps() / TRIAL_TIME_SHARE)
+    def _may_try(self, now: int, last: _Planned, beginning_steps: Callable[[], float]) -> bool:
+        if last.plan.planned_rate:
+            return False
+        passed = (now - self._last_trial) / (1 << last.num_trials)
+        return passed >= TRIAL_PERIOD and passed >= beginning_steps() / TRIAL_TIME_SHARE
 
     def _may_rest(self, now: int, speedup: float) -> bool:
         period = max(TRIAL_PERIOD, TRIAL_STEPS * (1.0 - 1.0 / speedup) / RESTING_SHARE)

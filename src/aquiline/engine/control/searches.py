@@ -1,5 +1,5 @@
 """At which steps a sequence's text is searched for a match. A search takes time, and brings nothing where nothing
-repeats."""
+repeats. A run of repeated steps ends for it only where it should bring more than that costs."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ PERIODS, UNCOPIED_LIMITS = (1, 2, 4, 16), (1, 4, 64)
 SMOOTHING = 1 / 16
 """Weight of a step in the average time of searches."""
 
-COST, TIME_SHARE = 3.0, 0.02
-"""A search takes this many times its own time, since it ends a run of repeated steps; and the share of the time that
-searches may take where they bring less than they cost. Where they would take more, they are rarer, up to every 16th
-step."""
+TIME_SHARE, RAREST = 0.005, 32
+"""The share of the time that searches may take where they bring less than they cost. Where they would take more, they
+are rarer, up to every 32nd step."""
 
 INITIAL_GAIN, GAIN_SMOOTHING = 1.0, 1 / 8
-"""Tokens that a search brings before the first one, and the weight of a search in that average."""
+"""The gain of a search before the first one, and the weight of a search in that average."""
 
 
 @dataclass(eq=False)
 class SequenceSearches:
-    """When one sequence searches. only_copies: copies are all that it drafts; gain: tokens that a search should bring,
-    on average; last_copy: number of the step in which it copied text last, or before its first step; next_step: of the
-    step from which it searches again."""
+    """When one sequence searches. only_copies: copies are all that it drafts; gain: tokens that a search should bring
+    beyond what they cost, on average; last_copy: number of the step in which it copied text last, or before its first
+    step; next_step: of the step from which it searches again; is_awaited: whether a run of repeated steps ends for
+    that."""
 
     only_copies: bool
     gain: float = INITIAL_GAIN
     last_copy: int = 0
     next_step: int = 0
+    is_awaited: bool = True
 
-    def period(self, number: int, price: float, rarer: int) -> int:
-        """The sequence searches in one step of this many from step `number` on. price: tokens that a search must bring;
-        rarer: how much rarer it searches than by the table if it has not just copied, or brings less."""
+    def plan(self, number: int, price: float, alone_price: float, rarer: int) -> None:
+        """Choose the next step after step `number` from which it searches. price: tokens that a search must bring, or
+        it is `rarer` than by the table; alone_price: those that it must bring beside them to be awaited."""
         place = bisect_right(UNCOPIED_LIMITS, number - self.last_copy)
-        if self.only_copies or (place < 2 and self.gain >= price):
-            return PERIODS[place]
-        return min(PERIODS[-1], PERIODS[place] * rarer)
+        self.is_awaited = self.only_copies or (place < 2 and self.gain >= price + alone_price)
+        period = PERIODS[place]
+        if not self.only_copies and self.gain < price:
+            period = min(RAREST, period * rarer)
+        self.next_step = (number // period + 1) * period
 
 
 class Searches:
-    """What is learnt of the searches of all sequences. gain: tokens that one brings, for sequences that begin."""
+    """What is learnt of the searches of all sequences. gain: that of one, for sequences that begin."""
 
     def __init__(self) -> None:
         self.gain = INITIAL_GAIN
@@ -51,23 +54,24 @@ class Searches:
         self._rarer = 1  # of sequences that do not copy: a power of two, so that they fall on the same steps
         self._searched: list[SequenceSearches] = []  # in this step
 
-    def count(self, of: SequenceSearches, number: int, tokens: float) -> None:
-        """A sequence searched in step `number`, and should copy so many tokens."""
+    def count(self, of: SequenceSearches, number: int, is_found: bool, gain: float) -> None:
+        """A sequence searched in step `number`. is_found: whether it copies; gain: the tokens that it should copy, less
+        those that their time could bring otherwise."""
         self._searched.append(of)
-        if tokens:
+        if is_found:
             of.last_copy = number
-        of.gain += GAIN_SMOOTHING * (tokens - of.gain)
-        self.gain += GAIN_SMOOTHING**2 * (tokens - self.gain)
+        of.gain += GAIN_SMOOTHING * (gain - of.gain)
+        self.gain += GAIN_SMOOTHING**2 * (gain - self.gain)
 
-    def end_step(self, number: int, ms: float, step_ms: float, rate: float) -> None:
-        """Choose when those search next that searched in step `number`. ms: the time of its searches; step_ms: that of
-        the whole step; rate: the price of time, in tokens per millisecond."""
+    def end_step(self, number: int, ms: float, alone_ms: float, step_ms: float, rate: float) -> None:
+        """Choose when those search next that searched in step `number`. ms: the time of its searches; alone_ms: what it
+        costs that a step is not repeated; step_ms: the time of the whole step; rate: the price of time, in tokens per
+        millisecond."""
         if not self._searched:
             return
         self._ms += SMOOTHING * (ms - self._ms)
-        share = COST * self._ms / (TIME_SHARE * step_ms) if step_ms else 1.0
+        share = self._ms / (TIME_SHARE * step_ms) if step_ms else 1.0
         self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
         for of in self._searched:
-            period = of.period(number, rate * COST * self._ms, self._rarer)
-            of.next_step = (number // period + 1) * period
+            of.plan(number, rate * self._ms / len(self._searched), rate * alone_ms, self._rarer)
         self._searched.clear()
