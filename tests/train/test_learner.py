@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
 from tests.disk import full_after
 from tests.train.learning import FAST, serve, told, weights, write_pair, write_store
 
+from aquiline.backends.torch.eagle import save_head
 from aquiline.config import PairConfig
 from aquiline.engine.learning.store import LearningStore, Served, ServingState
 from aquiline.engine.learning.upkeep import forget_learnt
@@ -28,6 +31,7 @@ from aquiline.train.learner.generation import Learner, paired_interval, what_is_
 from aquiline.train.learner.lesson import read_lesson
 from aquiline.train.learner.replay import write_replay
 from aquiline.train.simulated_tau import JudgedText
+from aquiline.train.start import new_head
 from aquiline.train.trainer import Trainer
 
 
@@ -107,6 +111,23 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
     assert second is not None and second.parent == 1 and second.tau_before == pytest.approx(found.tau_after, rel=5e-3)
     shipped_tau = pytest.approx(found.old_before, rel=1e-3)
     assert second.old_before == shipped_tau, "the shipped draft's, so that losses do not add up"
+
+
+def test_a_generation_begins_from_the_draft_as_it_serves(
+    pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights between two steps of int4 would move what is served at once, and lose more of old skills."""
+    head = new_head(tiny.target(), torch.arange(32) * 48 // 32, intermediate_size=64)  # a width that int4 can have
+    save_head(head, tmp_path / "draft")
+    packed, runs = replace(pair, draft=str(tmp_path / "draft"), draft_dtype="int4"), list[Trainer]()
+    store = write_store(tmp_path / "packed", packed, served)
+    monkeypatch.setattr(Trainer, "train", lambda run: runs.append(run) or {"is_stopped": True})
+    assert learner(store, packed).learn(read_lesson(store, (0, 0))) is None
+    own = runs[0].weights
+    assert own.average is not None and {"head", "layer.o"} < {*own.rounding.linears} and not own.head.fc.requires_grad
+    for name, weight, averaged in zip(own.named, own.trained, own.average.weights, strict=True):
+        assert torch.equal(weight, averaged), name
+        assert name not in own.rounding.linears or torch.equal(weight, own.rounding.of(name, weight)), name
 
 
 @pytest.mark.rare

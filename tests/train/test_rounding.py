@@ -75,6 +75,18 @@ def test_a_draft_is_judged_by_what_its_file_rounds_to(dtype: str, config: TrainC
             assert torch.equal(own, rounded(name, file, dtype)), name
 
 
+def test_a_run_that_begins_rounded_serves_what_it_began_from(config: TrainConfig) -> None:
+    weights = one(replace(config, draft_dtype="int4", ema=0.9)).weights
+    generator = torch.Generator().manual_seed(0)
+    for parameter in weights.trained:
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    before, whole = dict(weights.as_stored(weights.head).named_parameters()), weights.head.layer.o.clone()
+    weights.round()
+    for name, stored in weights.as_stored(weights.served()).named_parameters():
+        assert torch.equal(stored, before[name]), name
+    assert not torch.equal(weights.head.layer.o, whole)
+
+
 @pytest.mark.rare
 def test_rounding_pays_where_the_draft_is_stored_so(config: TrainConfig) -> None:
     """The same steps with and without, both judged as int4 stores them."""
