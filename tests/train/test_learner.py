@@ -113,7 +113,7 @@ def test_a_generation_learns_and_keeps_what_features_were_fused_with(
     assert second.old_before == shipped_tau, "the shipped draft's, so that losses do not add up"
 
 
-def test_a_generation_begins_from_the_draft_as_it_serves(
+def test_the_first_generation_begins_from_the_shipped_draft_as_it_serves(
     pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights between two steps of int4 would move what is served at once, and lose more of old skills."""

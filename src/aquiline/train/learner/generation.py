@@ -147,8 +147,8 @@ class Learner:
         return attempt
 
     def _trainer(self, attempt: Attempt) -> Trainer:
-        """The run of an attempt, from its newest checkpoint or from the parent's draft as it serves. It looks at no
-        text, since what may serve is judged after it."""
+        """The run of an attempt, from its newest checkpoint or from the parent's draft, of which the shipped one begins
+        as it serves. It looks at no text, since what may serve is judged after it."""
         start: Checkpoint | None = None
         with suppress(CheckpointError):
             start = Checkpoints(self.run, 1).newest()
@@ -156,7 +156,7 @@ class Learner:
             shutil.rmtree(self.run, ignore_errors=True)
         trainer = Trainer(self._config(attempt, start is not None), alone(), start, Silent(), Clock())
         trainer.held_out = HeldOut(trainer.run.assembler, [], PASSES)
-        if start is None:
+        if start is None and not attempt.parent:
             trainer.weights.round()
         return trainer
 
