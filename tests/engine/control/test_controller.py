@@ -171,14 +171,6 @@ def test_a_copy_pays_for_the_run_of_steps_that_it_ends(call_ms: float, is_copied
     assert ("lookup" in found) == is_copied
 
 
-def test_what_a_call_costs_the_host_is_learnt_without_its_choice() -> None:
-    costs = StepCosts(controller_of().costs.table)
-    for _ in range(100):
-        costs.learn_host(1.0, 0.4)
-        costs.learn_host(0.2)
-    assert abs(costs.call_ms - 0.6) < 0.01 and 0.2 < costs.host_ms < 1.0
-
-
 def test_steps_that_admit_teach_no_times() -> None:
     """Admissions take time of their own; what a forward costs is learnt from steps without them."""
     controller = controller_of()

@@ -159,6 +159,14 @@ def test_what_a_forward_takes_behind_a_draft_is_not_what_its_rows_take() -> None
     assert each[0].tolist() == pytest.approx([costs.after_ms + costs.draft_ms(passes) for passes in ((1,), (1, 1))])
 
 
+def test_what_a_call_costs_the_host_is_learnt_without_its_choice() -> None:
+    costs = StepCosts(TABLE)
+    for _ in range(100):
+        costs.learn_host(1.0, 0.4)
+        costs.learn_host(0.2)
+    assert abs(costs.call_ms - 0.6) < 0.01 and 0.2 < costs.host_ms < 1.0
+
+
 def test_one_long_pause_moves_little() -> None:
     costs = StepCosts(TABLE)
     costs.learn_verify(4, 0.0, 0.0, 1e6)

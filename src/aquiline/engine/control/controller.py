@@ -98,7 +98,7 @@ class Controller:
         self._searches = Searches()
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
         self._choosing_ms = 0.0  # of the call whose first step is computed now; 0 in its further steps
-        self._repeats = False  # whether calls that might be repeated are
+        self._repeats = False  # whether the last step that might be repeated was
         self._alone_ms = 0.0  # what it costs that the step is not repeated
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
@@ -120,7 +120,8 @@ class Controller:
         if self._probe_ms >= self._probe_cost and not self._plans.current.is_trial:
             self._probe(mine, chosen)
         most_steps = self.most_steps(chosen)
-        self._repeats = self._repeats and (most_steps == 1 or bool(plan.chunks))
+        if most_steps > 1 and not plan.chunks:
+            self._repeats = False  # until `repeated` says that it was
         self._choosing_ms = (time.perf_counter() - began) * 1e3
         self.ledger.num_chosen += 1
         self.ledger.choosing_ms += self._choosing_ms

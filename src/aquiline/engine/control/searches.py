@@ -72,6 +72,7 @@ class Searches:
         self._ms += SMOOTHING * (ms - self._ms)
         share = self._ms / (TIME_SHARE * step_ms) if step_ms else 1.0
         self._rarer = 2 ** math.ceil(math.log2(max(1.0, share)))
+        price = rate * self._ms / len(self._searched)
         for of in self._searched:
-            of.plan(number, rate * self._ms / len(self._searched), rate * alone_ms, self._rarer)
+            of.plan(number, price, rate * alone_ms, self._rarer)
         self._searched.clear()
