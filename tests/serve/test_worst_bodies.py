@@ -17,7 +17,7 @@ from aquiline.serve.server_config import Limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from served import Served, serving
+from served import Served, posted, serving
 from worst_bodies import MAX_GROWN_BYTES, WORST, Canary, Felt, most_gap_s
 
 sys.path.pop(0)
@@ -66,3 +66,20 @@ def test_nobody_else_feels_it(watched: Watched, name: str) -> None:
     found = asyncio.run(asyncio.wait_for(send(), 120))
     assert found.gap_s <= watched.most_gap_s and found.grown_bytes <= MAX_GROWN_BYTES
     assert found.status < 500
+
+
+def test_threads_that_read_long_bodies_share_one_heap(watched: Watched) -> None:
+    """glibc's heap of a thread begins at a multiple of 64 MiB. It keeps what the thread's largest body took."""
+
+    async def send() -> None:
+        async with posted(watched.served, WORST["a prompt of code"].path, body) as reply:
+            await reply.body()
+
+    async def at_once() -> None:
+        await asyncio.gather(*[send() for _ in range(4)])
+
+    body = WORST["a prompt of code"].body(Limits().max_body_bytes)
+    asyncio.run(asyncio.wait_for(at_once(), 120))
+    http = watched.served.processes[0]
+    starts = [int(part.addr.partition("-")[0], 16) for part in http.memory_maps(grouped=False) if part.path == "[anon]"]
+    assert len(starts) > 10 and all(start % 2**26 for start in starts)

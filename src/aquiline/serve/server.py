@@ -19,6 +19,7 @@ from aquiline.engine.grammar import Grammars
 from aquiline.engine.learning.learn_config import LearnConfig
 from aquiline.models.known_pairs import checkpoints
 from aquiline.models.load import read_model_config, resolve
+from aquiline.ops.allocator import share_memory
 from aquiline.serve.app import make_app
 from aquiline.serve.client import EngineClient
 from aquiline.serve.compiling import Compiling
@@ -71,6 +72,7 @@ def serve(service: Service) -> None:
     """Serve until a signal comes. The first one drains: no new requests, those that run go on for drain_s seconds at
     most. The second one ends at once. Raises ValueError if the engine cannot load its models."""
     config = service.config
+    share_memory()
     set_up(config.log_level)
     listener = _listen(config.host, config.port)
     host, port = listener.getsockname()[:2]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from aquiline.models.draft_vocabulary import choose_vocabulary
 from aquiline.models.families import read_model_config
 from aquiline.models.files import resolve
 from aquiline.models.model_config import ModelConfig, default_capture
+from aquiline.ops.allocator import keep_memory
 from aquiline.train import start as starts
 from aquiline.train.batches import Assembler, Batches, documents_of
 from aquiline.train.checkpoint import Checkpoint, corpus_digest, settings_of
@@ -61,16 +60,6 @@ class Prepared:
             models = load_models(config.target, None, Loading("bfloat16"), Environment.read())
         texts = [write_texts(models, prompts, num_new, temperature, config.seed) for temperature in (0.0, TEMPERATURE)]
         return HeldOut(self.assembler, [*texts[0], *texts[1]], config.ttt_steps)
-
-
-def keep_memory() -> None:
-    """Tell glibc to keep freed memory. Otherwise page faults take most of a training step (measured)."""
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_top_pad, 2**28)
 
 
 def prepare(config: TrainConfig, start: Checkpoint | None, world: World, say: Callable[[str], None]) -> Prepared:
