@@ -7,8 +7,11 @@ import sys
 from functools import cache
 from typing import Any
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
 """The numbers by which mallopt knows its parameters (malloc.h)."""
+
+LARGE_BYTES = 2**18
+"""From this size on, memory is not kept where it is given back at once."""
 
 
 def give_back() -> None:
@@ -24,9 +27,10 @@ def keep_memory() -> None:
 
 
 def share_memory() -> None:
-    """Let threads that begin from now on share what is freed. Otherwise each of several threads keeps as much as the
-    largest piece of its work took, and a process grows with every thread that has met one."""
-    _set({M_ARENA_MAX: 1})
+    """Let threads that begin from now on share what is freed, and give large pieces back at once. Otherwise each of
+    several threads keeps as much as the largest piece of its work took, and a process grows with every thread that has
+    met one."""
+    _set({M_ARENA_MAX: 1, M_MMAP_THRESHOLD: LARGE_BYTES, M_TRIM_THRESHOLD: LARGE_BYTES})
 
 
 def _set(parameters: dict[int, int]) -> None:
