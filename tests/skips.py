@@ -24,6 +24,7 @@ REASONS = {
     "needs the right to mount": "root, outside a container that forbids mounts",
     "this system has no affinity": "Linux",
     "this system has no /proc": "Linux",
+    "this system has no glibc": "Linux with glibc",
     "this system does not fork": "an operating system other than Windows",
     "set TRITON_INTERPRET=1": "TRITON_INTERPRET=1 pytest tests/gpu, as make test does",
     "this machine has a CUDA device": "a machine without one",
