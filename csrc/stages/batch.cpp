@@ -124,7 +124,7 @@ void admit(AqBatch* batch, const AqAdmit& a) {
   slot.draft_end = a.draft_end;
   slot.sampling = a.sampling;
   slot.history.assign(a.tokens, a.tokens + a.num_tokens);
-  slot.held.clear();
+  slot.num_held = 0;
   slot.rules.start(a, batch->vocab());
   int32_t* table = batch->page_table.data() + (size_t)a.slot * batch->config.pages_per_slot;
   for (int i = 0; i < batch->config.pages_per_slot; i++) table[i] = -1;
@@ -154,8 +154,9 @@ AqBatch* aq_open_batch(const AqBatchConfig* config) {
   batch->slots.resize(config->num_slots);
   batch->page_table.assign((size_t)config->num_slots * config->pages_per_slot, -1);
   batch->rows.open(config->max_rows, false, batch->page_table.data(), config->pages_per_slot, config->num_slots);
-  if (config->draft != nullptr)
-    batch->draft_rows.open(config->max_rows, true, batch->page_table.data(), config->pages_per_slot, config->num_slots);
+  if (config->draft == nullptr) return batch;
+  batch->draft_rows.open(config->max_rows, true, batch->page_table.data(), config->pages_per_slot, config->num_slots);
+  batch->held.reset(new float[(size_t)config->num_slots * batch->held_rows() * config->fusion.fc.k]);
   return batch;
 }
 
@@ -173,7 +174,7 @@ int aq_renew_draft(AqBatch* batch, const AqModel* draft, const int32_t* first_dr
   const AqModel& old = *batch->config.draft;
   AQ_REQUIRE(draft->hidden == old.hidden && draft->num_layers == old.num_layers && draft->vocab == old.vocab &&
                  draft->num_kv_heads == old.num_kv_heads && draft->head_dim == old.head_dim &&
-                 draft->head.n == old.head.n,
+                 draft->head.n == old.head.n && draft->layers[0].attention.window == old.layers[0].attention.window,
              "the draft has another geometry than the one before");
   for (int i = 0; i < batch->config.num_slots; i++) {
     const Slot& slot = batch->slots[i];

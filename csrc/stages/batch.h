@@ -12,8 +12,9 @@
 namespace aq {
 
 // Rows of features that a slot holds for the draft. A draft whose window is no longer reads nothing else, so its
-// sequences hold their last features until they draft, and drop older ones kSpareHeld at a time. Those of any other
-// draft have no more than kMostHeld; then they are fused together: see fuse_held.
+// sequences hold their last features until they draft. With kSpareHeld more than the window they drop all before it:
+// until then the keys of whole pages can still be written. Those of any other draft have no more than kMostHeld; then
+// they are fused together: see fuse_held.
 constexpr int kMostHeld = 256, kSpareHeld = 64;
 
 // What a sequence leaves in its slot between steps.
@@ -26,7 +27,7 @@ struct Slot {
   AqSampling sampling{};
   Rules rules;
   std::vector<int32_t> history;  // every token known
-  std::vector<float> held;  // features of the last computed tokens, [n, num_capture * H], that are not fused yet
+  int num_held = 0;  // of the last computed tokens: their features are held and not fused yet, see AqBatch::held_at
 
   int root() const { return (int)history.size() - 1; }
   int first_feature() const { return first_draft_key - 1; }  // no feature of an earlier token is read
@@ -99,6 +100,8 @@ struct AqBatch {
   std::vector<aq::Shape> shapes;
   std::vector<int32_t> page_table;  // [num_slots, pages_per_slot]; -1: the slot has no such page
   aq::RowBuffer rows, draft_rows;
+  // A ring of features for each slot, [num_slots, held_rows(), num_capture * H]. What no slot held takes no memory.
+  std::unique_ptr<float[]> held;
 
   // The step in progress.
   aq::Stage stage = aq::Stage::idle;
@@ -128,7 +131,11 @@ struct AqBatch {
     const int window = config.draft == nullptr ? 0 : config.draft->layers[0].attention.window;
     return window <= aq::kMostHeld ? window : 0;
   }
-  int num_held(const aq::Slot& slot) const { return (int)(slot.held.size() / config.fusion.fc.k); }
+  int held_rows() const { return held_window() > 0 ? held_window() + aq::kSpareHeld : aq::kMostHeld; }
+  // The feature that a slot holds of the token with that index.
+  float* held_at(int slot, int index) const {
+    return held.get() + ((size_t)slot * held_rows() + index % held_rows()) * config.fusion.fc.k;
+  }
   float* fused_at(int slot, int index) const;
   void lap(aq::StageTime stage);
 };

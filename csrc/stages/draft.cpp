@@ -49,24 +49,26 @@ int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& t
 
 int fuse_held(AqBatch* batch, const std::vector<int>& slots) {
   const AqBatchConfig& c = batch->config;
+  const size_t wide = c.fusion.fc.k;
   batch->gathered.clear();
-  for (const int slot : slots) {
-    const std::vector<float>& held = batch->slots[slot].held;
-    batch->gathered.insert(batch->gathered.end(), held.begin(), held.end());
+  for (const int number : slots) {
+    const Slot& slot = batch->slots[number];
+    for (int j = slot.num_computed - slot.num_held; j < slot.num_computed; j++)
+      batch->gathered.insert(batch->gathered.end(), batch->held_at(number, j), batch->held_at(number, j) + wide);
   }
   if (batch->gathered.empty()) return 0;
-  const size_t wide = c.fusion.fc.k, width = c.draft->hidden, num_rows = batch->gathered.size() / wide;
+  const size_t width = c.draft->hidden, num_rows = batch->gathered.size() / wide;
   batch->g.resize(std::max(batch->g.size(), num_rows * width));
   AQ_TRY(aq_fuse(&c.fusion, batch->gathered.data(), (int)num_rows, batch->g.data()));
   const float* fused = batch->g.data();
   for (const int number : slots) {
     Slot& slot = batch->slots[number];
-    for (int j = slot.num_computed - batch->num_held(slot); j < slot.num_computed; j++, fused += width) {
+    for (int j = slot.num_computed - slot.num_held; j < slot.num_computed; j++, fused += width) {
       float* kept = batch->fused_at(number, j);
       AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", number, j);
       memcpy(kept, fused, width * sizeof(float));
     }
-    slot.held.clear();
+    slot.num_held = 0;
   }
   return 0;
 }

@@ -36,42 +36,42 @@ int fuse_due(AqBatch* batch) {
   std::vector<int> due;
   for (size_t b = 0; b < batch->decodes.size(); b++) {
     const int slot = batch->decodes[b].slot;
-    if (batch->slots[slot].held.empty()) continue;
-    const int rows = batch->num_held(batch->slots[slot]) + (int)batch->paths[b].size();
+    if (batch->slots[slot].num_held == 0) continue;
+    const int rows = batch->slots[slot].num_held + (int)batch->paths[b].size();
     if (!holds(*batch, b) || (batch->held_window() == 0 && rows > kMostHeld)) due.push_back(slot);
   }
   return fuse_held(batch, due);
 }
 
-// Drops the features that no draft row from the token `end` on reads. The draft keys before them are out of reach too.
-void drop_old(const AqBatch& batch, int end, Slot* slot) {
-  const int window = batch.held_window(), num_old = batch.num_held(*slot) - window;
-  if (window == 0 || num_old <= kSpareHeld) return;
-  slot->held.erase(slot->held.begin(), slot->held.begin() + (ptrdiff_t)num_old * batch.config.fusion.fc.k);
-  slot->first_draft_key = slot->draft_end = end - window + 1;
+// Holds the features of the tokens [begin, end), which stand in the forward's rows row_of(token). Drops those that no
+// draft row from the token `end` on reads; the draft keys before them are out of reach too. Cannot fail.
+template <class F>
+void hold_tokens(AqBatch* batch, int number, int begin, int end, const F& row_of) {
+  const int window = batch->held_window(), wide = batch->config.fusion.fc.k;
+  Slot& slot = batch->slots[number];
+  slot.num_held += end - begin;
+  if (window > 0 && slot.num_held > window + kSpareHeld) {
+    slot.num_held = window;
+    slot.first_draft_key = slot.draft_end = end - window + 1;
+  }
+  for (int j = std::max(begin, end - slot.num_held); j < end; j++)
+    memcpy(batch->held_at(number, j), batch->config.features + (size_t)row_of(j) * wide, wide * sizeof(float));
 }
 
-// Cannot fail: it changes slots.
 void hold(AqBatch* batch) {
-  const size_t wide = batch->config.fusion.fc.k;
-  const auto add = [&](Slot* slot, int row, int count) {
-    const float* feature = batch->config.features + row * wide;
-    slot->held.insert(slot->held.end(), feature, feature + count * wide);
-  };
   for (size_t b = 0; b < batch->decodes.size(); b++) {
     if (!holds(*batch, b)) continue;
-    Slot& slot = batch->slots[batch->decodes[b].slot];
-    for (const int node : batch->paths[b]) add(&slot, batch->trees.offsets[b] + node, 1);
-    drop_old(*batch, slot.root() + (int)batch->paths[b].size(), &slot);
+    const int slot = batch->decodes[b].slot, root = batch->slots[slot].root(), first = batch->trees.offsets[b];
+    const std::vector<int32_t>& path = batch->paths[b];
+    hold_tokens(batch, slot, root, root + (int)path.size(), [&](int j) { return first + path[j - root]; });
   }
   for (size_t i = 0; i < batch->chunks.size(); i++) {
     const AqChunk& chunk = batch->chunks[i];
     Slot& slot = batch->slots[chunk.slot];
-    const int begin = std::max(chunk.start, slot.first_feature());
+    const int begin = std::max(chunk.start, slot.first_feature()), first = batch->first_rows[i] - chunk.start;
     if (!slot.drafts || batch->held_window() == 0 || begin >= chunk.end) continue;
-    if (chunk.start < slot.num_computed) slot.held.clear();  // they are computed again
-    add(&slot, batch->first_rows[i] + begin - chunk.start, chunk.end - begin);
-    drop_old(*batch, chunk.end, &slot);
+    if (chunk.start < slot.num_computed) slot.num_held = 0;  // they are computed again
+    hold_tokens(batch, chunk.slot, begin, chunk.end, [&](int j) { return first + j; });
   }
 }
 
@@ -156,9 +156,9 @@ void advance(AqBatch* batch) {
 
 constexpr int kReportHead = 3;
 
-int32_t* report_draft(const AqBatch& batch, const Slot& slot, int32_t* at) {
+int32_t* report_draft(const Slot& slot, int32_t* at) {
   *at++ = slot.first_draft_key, *at++ = slot.draft_end;
-  *at++ = slot.drafts ? slot.num_computed - batch.num_held(slot) : 0;
+  *at++ = slot.drafts ? slot.num_computed - slot.num_held : 0;
   return at;
 }
 
@@ -166,7 +166,7 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
   int32_t* at = out + kReportHead;
   for (size_t b = 0; b < batch.decodes.size(); b++) {
     *at++ = roots[b], *at++ = batch.trees.size((int)b) - 1;
-    at = report_draft(batch, batch.slots[batch.decodes[b].slot], at);
+    at = report_draft(batch.slots[batch.decodes[b].slot], at);
     *at++ = (int32_t)batch.kept[b].size();
     at = std::copy(batch.kept[b].begin(), batch.kept[b].end(), at);
     if (!batch.decodes[b].has_cut) continue;
@@ -175,7 +175,7 @@ void report(const AqBatch& batch, const std::vector<int32_t>& roots, int32_t* ou
   }
   for (size_t i = 0; i < batch.chunks.size(); i++) {
     *at++ = batch.chunk_tokens[i];
-    at = report_draft(batch, batch.slots[batch.chunks[i].slot], at);
+    at = report_draft(batch.slots[batch.chunks[i].slot], at);
   }
   out[0] = (int32_t)(at - out - kReportHead), out[1] = batch.num_draft_rows, out[2] = batch.num_experts;
   for (size_t b = 0; b < batch.decodes.size(); b++) {

@@ -125,6 +125,28 @@ def test_a_draft_with_a_window_begins_from_what_is_held(name: str, spell: int) -
     assert (first == 1) == (spell < 64) and first <= root + 1 - WINDOW
 
 
+@pytest.mark.parametrize(("prompt", "chunk", "spell", "most"), [
+    (37, 30, 51, WINDOW + 64), (37, 30, 52, WINDOW), (37, 30, 116, WINDOW + 64), (40, 40, 150, WINDOW + 36),
+    (200, 100, 9, WINDOW + 9),
+])  # fmt: skip
+def test_what_a_slot_holds_is_fused_as_ever(prompt: int, chunk: int, spell: int, most: int) -> None:
+    """All features that a slot holds, not only those that its next tree reads: up to the last token that there is room
+    for, over and over again, and of a chunk that is longer than what a slot holds."""
+    ours, theirs = Player(windowed_pairs()[0], num_slots=1, row_budget=chunk), Player(pair(), num_slots=1)
+    text = ours.add(words(prompt), NoDraft(), drafts=True, chunk=chunk)
+    ours.run(1 + spell)
+    other = theirs.add(words(prompt), NoDraft(), output=text.output, drafts=True)
+    text.drafting = other.drafting = Chain(2)
+    ours.step()
+    while not other.steps:
+        theirs.step()
+    root, first = text.steps[-1].root, text.steps[-1].first_draft_key - 1
+    assert root - first == most
+    assert np.array_equal(fused_of(ours, text)[first:root], fused_of(theirs, other)[first:root])
+    for index in range(first + 1, root + 1):
+        assert np.array_equal(key_at(ours, text, index), key_at(theirs, other, index))
+
+
 def windowed_pairs() -> tuple[Pair, Pair]:
     draft = dataclasses.replace(TINY_DRAFT, model=dataclasses.replace(TINY_DRAFT.model, windows=(WINDOW,)))
     return new_pair(draft=draft), TorchPair(*weights_of(*tiny_pair(draft=draft)), "float32")

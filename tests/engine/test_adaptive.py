@@ -8,7 +8,7 @@ import gc
 import psutil
 import pytest
 from tests.conftest import engine_config, needs_native, tiny_llm, tiny_models, tiny_pair, weights_of
-from tests.engine.fickle import Fickle
+from tests.engine.fickle import Fickle, only_planned
 from tests.engine.oracle import deepest, teach
 from tests.engine.test_exact import SAMPLINGS, check_accounting, prompts, tokens
 from tests.engine.test_stateful import walk
@@ -35,6 +35,7 @@ def controlled(llm: LLM, verify: tuple[float, ...], draft_ms: float) -> Controll
     costs = StepCosts(CostTable(verify, passes, passes))
     costs.learn_verify = costs.learn_draft = costs.learn_host = lambda *args: None  # type: ignore[method-assign]
     llm.engine.controller = found = Controller(costs, llm.engine.meter.choices)
+    only_planned(found)
     return found
 
 

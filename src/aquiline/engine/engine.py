@@ -14,9 +14,10 @@ from typing import Any
 from aquiline.backends.base import Sizes
 from aquiline.config import MAX_DEPTH, MAX_NODES, EngineConfig
 from aquiline.engine.control.acceptance import new_pools
-from aquiline.engine.control.calibrate import chances_file, cost_table, keep_pools, known_pools
+from aquiline.engine.control.calibrate import chances_file, cost_table, keep_chances, known_chances
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import StepCosts
+from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.memory import affordable_pages, plan_memory
 from aquiline.engine.model import LoadedModels
 from aquiline.engine.pipeline import Pipeline, Step, StepChoice, message_of
@@ -119,10 +120,10 @@ class Engine:
         if self.controller is None:
             costs = StepCosts(cost_table(self.models, self.config.calibration))
             file = chances_file(self.models) if self.config.calibration else None
-            pools = new_pools() if file is None else known_pools(file)
-            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window, pools)
-            if file is not None:
-                self._keep = weakref.finalize(self, keep_pools, file, pools)  # whoever ends the engine, and however
+            pools, rivals = (new_pools(), Rivals()) if file is None else known_chances(file)
+            self.controller = Controller(costs, self.meter.choices, self.scheduler.draft_window, pools, rivals)
+            if file is not None:  # whoever ends the engine, and however
+                self._keep = weakref.finalize(self, keep_chances, file, pools, rivals)
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what was added to each sequence. The list may be empty while prompts are prefilled or

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from aquiline.backends.base import Decode, Decoded
 from aquiline.engine.control.acceptance import Pool, Record
 from aquiline.engine.control.calibrate import estimated_table
-from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState, add_choice, source_of
+from aquiline.engine.control.choices import PLAIN, add_choice, source_of
+from aquiline.engine.control.controller import Controller, _SequenceState
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import ChainWorth, DraftingPlan
 from aquiline.engine.control.searches import SequenceSearches

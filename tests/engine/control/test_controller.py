@@ -12,13 +12,8 @@ import pytest
 from aquiline.backends.base import Admit, Chunk, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import SamplingParams
 from aquiline.engine.control.acceptance import Pool, Record, pool_number
-from aquiline.engine.control.controller import (
-    INITIAL_PROBES,
-    PROBE_TIME_SHARE,
-    UNVERIFIED,
-    Controller,
-    source_of,
-)
+from aquiline.engine.control.choices import UNVERIFIED, source_of
+from aquiline.engine.control.controller import INITIAL_PROBES, PROBE_TIME_SHARE, Controller
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.control.planner import DraftingPlan
 from aquiline.engine.control.plans import (

@@ -22,6 +22,7 @@ from aquiline.config import EngineConfig, SamplingParams
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import CostTable, StepCosts, passes_of, times_by_rows
 from aquiline.engine.llm import LLM
+from aquiline.engine.pipeline import Step
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
@@ -93,8 +94,15 @@ class Clocked:
 class Hostless(Controller):
     """The engine's own time is not that of the made-up clock."""
 
+    seconds = 0.0
+
+    def learn(self, step: Step) -> None:
+        super().learn(step)
+        self.seconds = step.seconds or 0.0
+
     def end_step(self, seconds: float) -> None:
         self._inside_ms = 0.0
+        super().end_step(self.seconds)
 
 
 @pytest.mark.rare

@@ -30,6 +30,7 @@ from aquiline.checks import parse_json
 from aquiline.config import MAX_DEPTH, SamplingParams, cache_directory
 from aquiline.engine.control.acceptance import Pool, new_pools
 from aquiline.engine.control.costs import MIN_MS, CostTable, ms_at, times_by_rows
+from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.model import LoadedModels
 from aquiline.spec.drafting import Chain, NoDraft, Proposal
 
@@ -98,28 +99,30 @@ def cost_table(models: LoadedModels, is_measured: bool) -> CostTable:
     return found.table
 
 
-def known_pools(file: Path) -> list[Pool]:
-    """How often a pair's drafts are right, as earlier runs kept it in a file."""
-    pools = new_pools()
+def known_chances(file: Path) -> tuple[list[Pool], Rivals]:
+    """How often a pair's drafts are right, and what drafting has brought at each load, as earlier runs kept it."""
+    pools, rivals = new_pools(), Rivals()
     try:
-        for pool, counts in zip(pools, parse_json(file.read_bytes()), strict=True):
+        kept = parse_json(file.read_bytes())
+        for pool, counts in zip(pools, kept["pools"], strict=True):
             pool.begin_with(counts)
+        rivals.begin_with(kept["rivals"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         logger.warning("%s: broken (%s); learning again", file, error)
-        return new_pools()
-    return pools
+        return new_pools(), Rivals()
+    return pools, rivals
 
 
-def keep_pools(file: Path, pools: Sequence[Pool]) -> None:
+def keep_chances(file: Path, pools: Sequence[Pool], rivals: Rivals) -> None:
     """Keep what was learnt for the next run. It is lost where nothing can be written."""
     with suppress(OSError):
-        _write(file, json.dumps([pool.counts() for pool in pools]))
+        _write(file, json.dumps({"pools": [pool.counts() for pool in pools], "rivals": rivals.kept()}))
 
 
 def chances_file(models: LoadedModels) -> Path:
-    """Where it is kept how often this pair's drafts are right."""
+    """Where it is kept how often this pair's drafts are right, and what drafting brings."""
     return cache_directory() / f"chances-{_key(models)}.json"
 
 

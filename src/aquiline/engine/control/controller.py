@@ -17,9 +17,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 
-from aquiline.backends.base import Decode, Decoded
+from aquiline.backends.base import Decode
 from aquiline.config import MAX_CHAIN
 from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, new_pools, pool_number
+from aquiline.engine.control.choices import PLAIN, UNVERIFIED, add_choice, source_of
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import (
     MIN_NODE_TOKENS,
@@ -30,14 +31,14 @@ from aquiline.engine.control.planner import (
     best_copies,
 )
 from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
+from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.control.searches import Searches, SequenceSearches
 from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.ledger import Ledger
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.confidence import NUM_MARGINS, Cut
-from aquiline.spec.drafting import Chain, NoDraft, Proposal
+from aquiline.spec.drafting import Chain, Proposal
 
 PROBE_TIME_SHARE = 0.004
 """Share of the time that probes may take."""
@@ -54,10 +55,6 @@ INITIAL_OVERLAP = 0.8
 
 KEYS_PER_PASS = 32
 """Number of missing draft keys that take about as long to write as a pass over one row."""
-
-PLAIN = NoDraft()
-UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
-"""The Cut of a probe: one pass of the draft, and nothing is verified."""
 
 
 @dataclass(eq=False)
@@ -83,6 +80,7 @@ class Controller:
     ledger: Ledger = field(default_factory=Ledger)
     draft_window: int = 0
     pools: Items[Pool] = field(default_factory=new_pools)
+    rivals: Rivals = field(default_factory=Rivals)
 
     def __post_init__(self) -> None:
         self._states: dict[Sequence, _SequenceState] = {}
@@ -100,14 +98,24 @@ class Controller:
         self._choosing_ms = 0.0  # of the call whose first step is computed now; 0 in its further steps
         self._repeats = False  # whether the last step that might be repeated was
         self._alone_ms = 0.0  # what it costs that the step is not repeated
+        self._num_tokens = 0  # of the step
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
         """How each adaptive sequence that decodes in this step drafts. None if there is none."""
         began = time.perf_counter()
         mine = tuple([s for s in plan.decoding if s.is_adaptive and s.may_draft])
         if not mine:
+            self.rivals.pause()
             return None
         self._num_steps += 1
+        choice = self.rivals.begin_call(plan, mine, self.costs, self._plan.speedup) or self._planned(plan, mine)
+        self._choosing_ms = (time.perf_counter() - began) * 1e3
+        self.ledger.num_chosen += 1
+        self.ledger.choosing_ms += self._choosing_ms
+        return choice
+
+    def _planned(self, plan: StepPlan, mine: tuple[Sequence, ...]) -> StepChoice:
+        """How the sequences draft by the plan of this load."""
         self._alone_ms = self.costs.call_ms if self._repeats and not plan.chunks else 0.0
         states = [self._state_of(s) for s in mine]
         self._take_plan(plan, mine, states)
@@ -122,15 +130,12 @@ class Controller:
         most_steps = self.most_steps(chosen)
         if most_steps > 1 and not plan.chunks:
             self._repeats = False  # until `repeated` says that it was
-        self._choosing_ms = (time.perf_counter() - began) * 1e3
-        self.ledger.num_chosen += 1
-        self.ledger.choosing_ms += self._choosing_ms
         return StepChoice(chosen, self._plan.row_costs, most_steps)
 
     def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
-        """The number of steps for which the choice may stand: until a plan is due, and until a search for a match that
+        """The number of steps for which the choice may stand: until a plan is due, a turn ends, or a search for a match
         is awaited. A copy or a probe holds for one step."""
-        most = self._plans.current.until - self._num_steps
+        most = min(self._plans.current.until - self._num_steps, self.rivals.num_left)
         for sequence, decode in chosen.items():
             if decode.proposal is not None or decode.cut is UNVERIFIED:
                 return 1
@@ -142,8 +147,9 @@ class Controller:
         """The last choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
-        self._repeats = True
-        self._earn(more)
+        if not self.rivals.is_fixed:
+            self._repeats = True
+            self._earn(more)
 
     def _earn(self, num_steps: int) -> None:
         """Probes and plans may take a share of the time of these steps."""
@@ -153,11 +159,15 @@ class Controller:
     def learn(self, step: Step) -> None:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
+        self._num_tokens = sum([len(decoded.kept) for decoded in output.decodes])
         self._steps_untimed += 1
         has_adaptive, before = False, self._drafted
         self._drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
-        is_due = self._plans.current.is_trial or self._steps_untimed >= TIMING_STEPS
+        is_due = self._steps_untimed >= self._timing_steps()
         is_timed = is_due and self._drafted == before
+        if self.rivals.is_fixed:
+            self._learn_fixed(step, is_timed)
+            return
         for sequence, decode, decoded in zip(step.plan.decoding, step.message.decodes, output.decodes, strict=True):
             state = self._states.get(sequence)
             if state is None:
@@ -181,9 +191,30 @@ class Controller:
             if is_learnt:
                 self._learn_time(step)
 
+    def _learn_fixed(self, step: Step, is_timed: bool) -> None:
+        """Learn from a step in a fixed setting's turn: as little as costs follow the machine by."""
+        source = "draft" if self._drafted else "none"
+        both = zip(step.plan.decoding, step.output.decodes, strict=True)
+        decodes = [decoded for sequence, decoded in both if sequence.is_adaptive]
+        self.ledger.steps[source] += len(decodes)
+        if self._drafted:
+            self.ledger.nodes[source] += sum([decoded.num_drafted for decoded in decodes])
+            self.ledger.accepted[source] += sum([len(decoded.kept) - 1 for decoded in decodes])
+        if is_timed and not step.plan.chunks:
+            self._steps_untimed = 0
+            self._learn_time(step)
+
+    def _timing_steps(self) -> int:
+        """Timings are learnt from every so many steps."""
+        if self.rivals.is_fixed:
+            return TIMING_STEPS if self.rivals.is_trying else 4 * TIMING_STEPS
+        return 1 if self._plans.current.is_trial else TIMING_STEPS
+
     def end_step(self, seconds: float) -> None:
         """The engine's step took so long in all. Of steps that were computed together, the first has the host's
         work."""
+        self.rivals.add_step(self._num_tokens, seconds * 1e3)
+        self._num_tokens = 0
         if self._inside_ms > 0.0:
             self.costs.learn_host(seconds * 1e3 - self._inside_ms, self._choosing_ms)
         self._inside_ms = self._choosing_ms = 0.0
@@ -357,31 +388,3 @@ def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
 def first_of(proposal: Proposal, count: int) -> Proposal:
     """The first tokens of a copy."""
     return Proposal(proposal.tokens[:count], (), proposal.confidences[:count])
-
-
-def source_of(decode: Decode) -> str:
-    """The source of a decode's drafted tokens, by the names of ledger.SOURCES."""
-    if decode.proposal is not None:
-        return "lookup" if decode.cut is None else "both"
-    if decode.cut is None:
-        return "none"
-    return "probe" if decode.cut is UNVERIFIED else "draft"
-
-
-def add_choice(ledger: Ledger, decode: Decode, decoded: Decoded, with_chances: bool) -> None:
-    """Enter a choice and its outcome in the ledger; with_chances: and the chances of its tokens."""
-    source = source_of(decode)
-    ledger.steps[source] += 1
-    ledger.nodes[source] += decoded.num_drafted
-    ledger.accepted[source] += len(decoded.kept) - 1
-    if not with_chances:
-        return
-    if decode.proposal is not None:
-        copied = [*decode.proposal.tokens]
-        for end, chance in enumerate(decode.proposal.confidences, 1):
-            ledger.add_token(chance, copied[:end] == decoded.kept[:end])
-    if decode.cut is not None:
-        for guess, token in zip(decoded.guesses, decoded.kept, strict=False):
-            ledger.add_token(decode.cut.chances[guess.margin], guess.token == token)
-            if guess.token != token:
-                return

@@ -1,0 +1,265 @@
+"""Two fixed settings rival planned drafting: no drafting, and chains of one token. They take the host next to no time,
+and what a plan really brings at a load, with all that it takes beside it, is only known by what it brought.
+
+The fastest rival at a load goes on. The others have turns of some steps, whenever what these cost has been earned.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from aquiline.backends.base import Decode
+from aquiline.engine.control.acceptance import pool_number
+from aquiline.engine.control.choices import PLAIN
+from aquiline.engine.control.costs import StepCosts, ms_at
+from aquiline.engine.control.plans import REPLAN_STEPS
+from aquiline.engine.pipeline import StepChoice
+from aquiline.engine.scheduler import StepPlan
+from aquiline.engine.sequence import Sequence
+from aquiline.spec.drafting import Chain, Drafting
+
+RIVALS: tuple[Drafting | None, ...] = (None, PLAIN, Chain(1))
+"""The rivals; None: planned drafting. The last one needs a draft model."""
+
+PLANNED = 0
+"""The number of planned drafting among the rivals."""
+
+TURN_STEPS, PACE_STEPS = 64, 256
+"""Steps of a turn, and those of the fastest rival that a turn is compared with. All these numbers count time: a step
+with a prompt is many steps."""
+
+COST_SHARE, MOST_COST = 0.005, 32
+"""The share of the time that turns may cost, and the steps that they may cost at first, or later at once."""
+
+MOST_LOST, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 4, 10, 40
+"""The steps after whose loss a turn ends. Numbers of turns for which the next one waits: at first, after some turns,
+and where no other rival may well be faster."""
+
+LEAST_GAIN = 0.03
+"""By how much drafting must be faster than none."""
+
+TURN_MEMORY, TURN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.27, 0.5
+"""Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, and by
+the text if one sequence runs: a lead must be larger, by the root of their number less after several turns. The most
+that a single turn may seem faster or slower."""
+
+
+class Found(NamedTuple):
+    """What turns have shown, by rival: gains, logarithms of rates beside each other, and the number of turns."""
+
+    gains: list[float]
+    turns: list[int]
+
+
+class Contest:
+    """The rivals at one load. current, fastest: the numbers of the one whose turn it is, and of the fastest one;
+    step_ms: the time of a step without prompts, on average.
+
+    Sequences and prompts come and go, so the time of a step is compared with what plain decoding should take for the
+    same tokens and the same prompt rows, its worth, and that with the pace of the fastest: milliseconds in which it
+    does a millisecond's worth, in steps with prompts and in others."""
+
+    def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
+        self.current = self.fastest = PLANNED
+        self.step_ms = step_ms
+        self._noise = TURN_NOISE + TEXT_NOISE / num_sequences
+        count = len(RIVALS) if can_draft else len(RIVALS) - 1
+        self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
+        self._num_turns, self._last_turns = 0, [0] * count
+        self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
+        self._num_timed = 0  # steps that step_ms is averaged over
+        self._earned = float(MOST_COST)  # the steps that turns may cost now
+        self._begin(PLANNED)
+
+    def begin_with(self, gains: list[float], turns: list[int]) -> None:
+        """Begin with what an earlier run has found. A turn or two may change it."""
+        self._gains, self._turns = gains, [min(1, number) for number in turns]
+        self.fastest = max(range(len(gains)), key=self._value)
+        self._begin(self.fastest)
+
+    def found(self) -> Found:
+        """What the turns have shown so far."""
+        return Found(self._gains, self._turns)
+
+    @property
+    def num_left(self) -> int:
+        """Steps for which the turn lasts at most."""
+        left_ms = TURN_STEPS * self.step_ms - (self.current != self.fastest) * self._ms
+        return max(1, round(left_ms / self.step_ms))
+
+    def begin_call(self, speedup: float) -> int:
+        """Whose turn the next call is. speedup: what planned drafting is expected to bring."""
+        turns = self._ms / (TURN_STEPS * self.step_ms)
+        if self.current == self.fastest:
+            others = [i for i in range(len(self._gains)) if i != self.fastest]
+            other, most_wait = max(others, key=self._hope), MOST_WAIT
+            if self._hope(other) <= self._gains[self.fastest]:
+                most_wait = HOPELESS_WAIT
+            if self._num_turns % 2:  # the one that seems hopeless may have become the fastest
+                other = min(others, key=lambda i: self._last_turns[i])
+            is_due = turns >= min(most_wait, FIRST_WAIT + sum(self._turns))
+            if is_due and self._num_timed >= TURN_STEPS and self._earned >= self._expected_cost(other, speedup):
+                self._begin(other)
+        elif turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
+            self._end_turn()
+        return self.current
+
+    def count(self, num_steps: int, worth_ms: float, ms: float, is_first: bool) -> None:
+        """The steps of a call took so long; num_steps: 0 if it had prompts. is_first: it was the first of a turn, and
+        paid for the change: draft keys that were missing, caches. That counts as a cost of turns."""
+        if num_steps:
+            self._num_timed = min(PACE_STEPS, self._num_timed + num_steps)
+            self.step_ms += (ms / num_steps - self.step_ms) * num_steps / self._num_timed
+        has_prompts = not num_steps
+        worth, took = self._worths[has_prompts], self._times[has_prompts]
+        lost_ms = ms - worth_ms * took / worth if worth else 0.0
+        self._ms += ms
+        if self.current == self.fastest:
+            self._earned += (COST_SHARE * ms - is_first * max(0.0, lost_ms)) / self.step_ms
+            if not is_first:
+                kept = max(0.0, 1.0 - ms / (PACE_STEPS * self.step_ms))
+                self._worths[has_prompts], self._times[has_prompts] = kept * worth + worth_ms, kept * took + ms
+            return
+        self._earned -= lost_ms / self.step_ms
+        if worth and not is_first:
+            self._counted_ms += ms
+            self._lost_ms += lost_ms
+
+    def _hope(self, rival: int) -> float:
+        """A gain that the rival may well have."""
+        turns = min(TURN_MEMORY, self._turns[rival])
+        return self._gains[rival] + self._noise / math.sqrt(turns) if turns else math.inf
+
+    def _expected_cost(self, rival: int, speedup: float) -> float:
+        """The steps that a turn should cost. A fixed setting that has had no turn may bring nothing."""
+        lag = self._gains[self.fastest] - self._gains[rival] if self._turns[rival] else math.log(speedup)
+        return min(MOST_COST, TURN_STEPS * (1.0 - math.exp(-max(0.0, lag))))
+
+    def _begin(self, rival: int) -> None:
+        self.current = rival
+        self._ms = self._counted_ms = self._lost_ms = 0.0
+
+    def _value(self, rival: int) -> float:
+        return self._gains[rival] + LEAST_GAIN * (RIVALS[rival] is PLAIN)
+
+    def _end_turn(self) -> None:
+        mine, fastest = self.current, self.fastest
+        if self._counted_ms:
+            self._turns[mine] += 1
+            self._num_turns += 1
+            self._last_turns[mine] = self._num_turns
+            number = min(TURN_MEMORY, self._turns[mine])
+            share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
+            self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) / number
+            lead = self._value(mine) - self._value(fastest)
+            if lead > self._noise / math.sqrt(number):
+                self.fastest = mine
+                self._turns = [min(1, turns) for turns in self._turns]  # beside the new one the others are little known
+                self._times = [ms * math.exp(self._gains[fastest] - self._gains[mine]) for ms in self._times]
+        self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
+        self._begin(self.fastest)
+
+
+class Load(NamedTuple):
+    """What a contest is held for: sequences that draft adaptively and all, rounded up to powers of two, those of
+    prompts among them; and the pools of the first that have a draft model."""
+
+    num_adaptive: int
+    num_running: int
+    pools: frozenset[int]
+
+
+class Rivals:
+    """Whose turn it is, by load, and how the sequences draft in the turn of a fixed setting. number: the rival of the
+    last call."""
+
+    def __init__(self) -> None:
+        self.number = PLANNED
+        self._contests: dict[Load, Contest] = {}
+        self._known: dict[Load, Found] = {}  # by an earlier run
+        self._contest = Contest(1.0, 1, can_draft=False)
+        self._is_paused = True  # since the last call
+        self._is_first = False  # whether the last call began a turn
+        self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the last call
+        self._token_ms = self._chunk_ms = 0.0  # that plain decoding takes for one of its tokens, and for its prompts
+        self._mine: tuple[Sequence, ...] = ()
+        self._choice: StepChoice | None = None  # of these sequences
+
+    def kept(self) -> list[Any]:
+        """What is known of all loads, for a later run."""
+        found = self._known | {load: contest.found() for load, contest in self._contests.items()}
+        return [[*load[:2], sorted(load.pools), *of] for load, of in found.items() if any(of.turns)]
+
+    def begin_with(self, kept: list[Any]) -> None:
+        """Begin with what another run's kept() was. Raises ValueError or TypeError for anything else."""
+        for num_adaptive, num_running, pools, gains, turns in kept:
+            load = Load(int(num_adaptive), int(num_running), frozenset(int(pool) for pool in pools))
+            found = Found([float(gain) for gain in gains], [int(number) for number in turns])
+            count = len(RIVALS) if load.pools else len(RIVALS) - 1
+            if not len(found.gains) == len(found.turns) == count or not all(abs(gain) < 100.0 for gain in found.gains):
+                raise ValueError(f"rivals={found}: must be {count} gains and numbers of turns")
+            self._known[load] = found
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a fixed setting has been chosen for the last call."""
+        return self.number != PLANNED and not self._is_paused
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether it is not the fastest one's turn."""
+        return self._contest.current != self._contest.fastest
+
+    @property
+    def num_left(self) -> int:
+        """Steps for which the turn lasts at most."""
+        return self._contest.num_left
+
+    def begin_call(
+        self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts, speedup: float
+    ) -> StepChoice | None:
+        """How the adaptive sequences draft in the next call, if it is a fixed setting's turn; None: they are to be
+        planned. speedup: what the last plan expects to bring."""
+        if self._num_tokens:
+            worth_ms = self._num_tokens * self._token_ms + self._chunk_ms
+            num_steps = 0 if self._chunk_ms else self._num_steps
+            self._contest.count(num_steps, worth_ms, self._ms, self._is_first)
+        self._num_steps, self._num_tokens, self._ms, self._is_paused = 0, 0, 0.0, False
+        if plan.admitted or plan.chunks or mine != self._mine:
+            self._mine, self._choice = mine, None
+            self._contest = self._contest_of(plan, mine, costs)
+        count, table = len(plan.decoding), costs.table.verify  # as it was measured: what is learnt meanwhile moves
+        before = self.number
+        self.number = self._contest.begin_call(speedup)
+        self._is_first = self.number != before
+        self._token_ms = ms_at(table, count) / count
+        self._chunk_ms = ms_at(table, count + plan.num_chunk_rows) - ms_at(table, count) if plan.chunks else 0.0
+        drafting = RIVALS[self.number]
+        if drafting is None:
+            return None
+        if self._choice is None or self._is_first:
+            decodes = {s: Decode(s.slot, drafting if s.drafts else PLAIN) for s in mine}
+            self._choice = StepChoice(decodes, (), 1)
+        return self._choice._replace(most_steps=min(REPLAN_STEPS, self._contest.num_left))
+
+    def add_step(self, num_tokens: int, ms: float) -> None:
+        """A step brought so many tokens and took so long in all."""
+        if not self._is_paused:
+            self._num_steps += 1
+            self._num_tokens += num_tokens
+            self._ms += ms
+
+    def pause(self) -> None:
+        """In the next call nobody drafts adaptively."""
+        self._is_paused = True
+
+    def _contest_of(self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts) -> Contest:
+        pools = frozenset([pool_number(s.request.sampling.temperature) for s in mine if s.drafts])
+        number, running = (len(some) + plan.num_prefilling for some in (mine, plan.decoding))
+        load = Load((number - 1).bit_length(), (running - 1).bit_length(), pools)
+        if load not in self._contests:
+            contest = self._contests[load] = Contest(costs.verify(running), number, can_draft=bool(pools))
+            if load in self._known:
+                contest.begin_with(*self._known[load])
+        return self._contests[load]
