@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from tests.engine.control.test_controller import sequence_of
 
 from aquiline.backends.base import Chunk, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import EngineConfig, SamplingParams
@@ -25,16 +26,14 @@ from aquiline.engine.control.rivals import (
     PLANNED,
     RIVALS,
     TURN_STEPS,
-    Contest,
+    Rivalry,
     Rivals,
 )
 from aquiline.engine.llm import LLM
 from aquiline.engine.pipeline import Step
 from aquiline.engine.scheduler import StepPlan
-from aquiline.engine.sequence import Request, Sequence
 from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Chain, Drafting, NoDraft
-from aquiline.text.detokenizer import Detokenizer
+from aquiline.spec.drafting import Chain, NoDraft
 
 NONE, CHAIN = (number for number, drafting in enumerate(RIVALS) if drafting in (NoDraft(), Chain(1)))
 
@@ -49,18 +48,18 @@ class Played(NamedTuple):
 
 
 def played(
-    contest: Contest, rates: Callable[[int], Rates], num_calls: int, *, noise: float = 0.1, change: float = 4.0,
+    rivalry: Rivalry, rates: Callable[[int], Rates], num_calls: int, *, noise: float = 0.1, change: float = 4.0,
     prompt_pace: float = 1.0, speedup: float = 1.1,
 ) -> Played:  # fmt: skip
     """Calls of eight steps of a millisecond. Of a rival's rate come the tokens. Steps with a prompt are each tenth
     call; they take prompt_pace times what they are worth. A turn begins with a call that takes `change` ms longer."""
     rng, turns, lost = random.Random(1), list[int](), 0.0
     for number in range(num_calls):
-        turn = contest.begin_call(speedup)
+        turn = rivalry.begin_call(speedup)
         is_first, has_prompts = turns[-1:] not in ([], [turn]), number % 10 == 9
         worth_ms = 8 * rates(number)[turn] * math.exp(rng.gauss(0, noise))
         ms = (8.0 if not has_prompts else 8.0 * prompt_pace) + is_first * change
-        contest.count(0 if has_prompts else 8, worth_ms, ms, is_first)
+        rivalry.count(0 if has_prompts else 8, worth_ms, ms, is_first)
         turns.append(turn)
         lost += 8 * (1 - rates(number)[turn] / max(rates(number))) + is_first * change
     return Played(turns, lost)
@@ -72,7 +71,7 @@ def test_the_fastest_goes_on(fastest: int, num_sequences: int) -> None:
     """It is 20 % faster, and what is measured of one call differs by 10 % without a reason."""
     rates: list[float] = [1.0] * len(RIVALS)
     rates[fastest] = 1.2
-    found = played(Contest(1.0, num_sequences, can_draft=True), lambda _: (rates[0], rates[1], rates[2]), 4_000)
+    found = played(Rivalry(1.0, num_sequences, can_draft=True), lambda _: (rates[0], rates[1], rates[2]), 4_000)
     assert found.turns[2_000:].count(fastest) > 0.9 * 2_000
     assert set(found.turns) == set(range(len(RIVALS))), "each was tried"
 
@@ -81,14 +80,14 @@ def test_the_fastest_goes_on(fastest: int, num_sequences: int) -> None:
 def test_what_turns_cost_is_bounded(rates: Rates) -> None:
     """A planner that is as fast as anything goes on. The turns of the others cost a share of the time, and a little at
     first; the last one may cost more than was earned. Calls that begin a turn take as long as eight steps do."""
-    found = played(Contest(1.0, 8, can_draft=True), lambda _: rates, 8_000, change=8.0, speedup=rates[0])
+    found = played(Rivalry(1.0, 8, can_draft=True), lambda _: rates, 8_000, change=8.0, speedup=rates[0])
     assert found.lost < 1.5 * (COST_SHARE * 8 * 8_000 + 2 * MOST_COST)
     assert set(found.turns) == set(range(len(RIVALS)))
 
 
 def test_another_rival_becomes_the_fastest_when_it_is() -> None:
     found = played(
-        Contest(1.0, 8, can_draft=True), lambda number: (0.9, 1.0, 0.9) if number < 3_000 else (1.4, 1.0, 1.1), 9_000
+        Rivalry(1.0, 8, can_draft=True), lambda number: (0.9, 1.0, 0.9) if number < 3_000 else (1.4, 1.0, 1.1), 9_000
     )
     assert found.turns[2_000:3_000].count(NONE) > 850 and found.turns[6_000:].count(PLANNED) > 0.85 * 3_000
 
@@ -96,28 +95,28 @@ def test_another_rival_becomes_the_fastest_when_it_is() -> None:
 def test_drafting_must_bring_something_beside_none() -> None:
     """A chain that is faster by less than that does not stay."""
     rates = (0.9, 1.0, 1.0 + 0.8 * LEAST_GAIN)
-    found = played(Contest(1.0, 32, can_draft=True), lambda _: rates, 12_000, noise=0.01)
+    found = played(Rivalry(1.0, 32, can_draft=True), lambda _: rates, 12_000, noise=0.01)
     assert found.turns[8_000:].count(NONE) > 0.9 * 4_000
 
 
 def test_what_a_change_costs_is_not_held_against_a_rival() -> None:
     """Missing draft keys take as long as 30 steps here, but a rival that goes on has them."""
-    found = played(Contest(1.0, 8, can_draft=True), lambda _: (0.9, 1.0, 1.2), 8_000, noise=0.0, change=30.0)
+    found = played(Rivalry(1.0, 8, can_draft=True), lambda _: (0.9, 1.0, 1.2), 8_000, noise=0.0, change=30.0)
     assert found.turns[6_000:].count(CHAIN) > 0.9 * 2_000
 
 
 @pytest.mark.parametrize("pace", [0.5, 2.0])
 def test_steps_with_prompts_are_compared_with_such_steps(pace: float) -> None:
     """How long prompts really take is not known well, and a turn may meet any number of them."""
-    contest = Contest(1.0, 8, can_draft=True)
-    played(contest, lambda _: (1.0, 1.0, 1.0), 4_000, noise=0.0, change=0.0, prompt_pace=pace)
-    assert contest._gains == pytest.approx([0.0, 0.0, 0.0], abs=1e-6) and sum(contest._turns) >= 4
+    rivalry = Rivalry(1.0, 8, can_draft=True)
+    played(rivalry, lambda _: (1.0, 1.0, 1.0), 4_000, noise=0.0, change=0.0, prompt_pace=pace)
+    assert rivalry._gains == pytest.approx([0.0, 0.0, 0.0], abs=1e-6) and sum(rivalry._turns) >= 4
 
 
 def test_a_plan_that_should_bring_much_is_not_left_before_its_loss_was_earned() -> None:
     """A turn of 64 steps without drafts would lose 48 of them, and at first 32 may be lost."""
     first = {
-        speedup: played(Contest(1.0, 8, can_draft=True), lambda _: (1.0, 1.0, 1.0), 500, speedup=speedup).turns
+        speedup: played(Rivalry(1.0, 8, can_draft=True), lambda _: (1.0, 1.0, 1.0), 500, speedup=speedup).turns
         for speedup in (1.2, 4.0)
     }
     assert set(first[1.2]) > {PLANNED} and len(first[4.0]) == 500
@@ -127,75 +126,72 @@ def test_a_plan_that_should_bring_much_is_not_left_before_its_loss_was_earned() 
 COSTS = StepCosts(CostTable(*(times_by_rows([(1, 1.0), (64, 1.1)]) for _ in range(3))))
 
 
-def sequence_of(slot: int, drafting: Drafting = Adaptive()) -> Sequence:
-    request = Request(slot, (5,), SamplingParams(max_tokens=10**6, temperature=0.0, seed=0), drafting)
-    return Sequence(request, Detokenizer(None, (5,), ()), frozenset(), [5], slot, None, slot=slot)
-
-
-def calls_until(contests: Rivals, plan: StepPlan, number: int) -> int:
+def calls_until(ours: Rivals, plan: StepPlan, number: int) -> int:
     """Calls of one step until that rival has its turn."""
     mine = plan.decoding
     for calls in range(3_000):
-        contests.begin_call(plan, mine, COSTS, 1.0)
-        if contests.number == number:
+        ours.begin_call(plan, mine, COSTS, 1.0)
+        if ours.number == number:
             return calls
-        contests.add_step(len(mine), 1.0)
+        ours.add_step(len(mine), 1.0)
     raise AssertionError(f"rival {number} had no turn")
 
 
 def test_a_fixed_setting_is_chosen_for_all_until_its_turn_ends() -> None:
-    contests, plan = Rivals(), StepPlan(decoding=(sequence_of(0), sequence_of(3)))
+    ours, plan = Rivals(), StepPlan(decoding=(sequence_of(slot=0), sequence_of(slot=3)))
     for number, drafting in ((NONE, PLAIN), (CHAIN, Chain(1))):
-        calls_until(contests, plan, number)
-        choice = contests.begin_call(plan, plan.decoding, COSTS, 1.0)
-        assert choice is not None and contests.is_trying
+        calls_until(ours, plan, number)
+        choice = ours.begin_call(plan, plan.decoding, COSTS, 1.0)
+        assert choice is not None and ours.is_trying
         assert [(d.slot, d.drafting, d.cut) for d in choice.decodes.values()] == [
             (0, drafting, None),
             (3, drafting, None),
         ]
         assert 1 < choice.most_steps <= REPLAN_STEPS < TURN_STEPS
         for _ in range(TURN_STEPS - 2):
-            contests.add_step(2, 1.0)
-        choice = contests.begin_call(plan, plan.decoding, COSTS, 1.0)
+            ours.add_step(2, 1.0)
+        choice = ours.begin_call(plan, plan.decoding, COSTS, 1.0)
         assert choice is not None and choice.most_steps <= 2, "the turn ends"
 
 
 def test_sequences_that_come_take_part_in_a_turn() -> None:
-    contests, one = Rivals(), sequence_of(0)
-    calls_until(contests, StepPlan(decoding=(one, sequence_of(1), sequence_of(2))), NONE)
-    came = StepPlan(decoding=(one, sequence_of(1), sequence_of(2), sequence_of(3)), admitted=(sequence_of(3),))
-    choice = contests.begin_call(came, came.decoding, COSTS, 1.0)
+    ours, one = Rivals(), sequence_of(slot=0)
+    calls_until(ours, StepPlan(decoding=(one, sequence_of(slot=1), sequence_of(slot=2))), NONE)
+    came = StepPlan(
+        decoding=(one, sequence_of(slot=1), sequence_of(slot=2), sequence_of(slot=3)), admitted=(sequence_of(slot=3),)
+    )
+    choice = ours.begin_call(came, came.decoding, COSTS, 1.0)
     assert choice is not None and [*choice.decodes] == [*came.decoding]
     one.slot = 7
-    moved = contests.begin_call(came, came.decoding, COSTS, 1.0)
+    moved = ours.begin_call(came, came.decoding, COSTS, 1.0)
     assert moved is not None and moved.decodes[one].slot == 7, "a slot that it was given anew"
 
 
 def test_prompts_count_to_the_load_whose_rival_goes_on() -> None:
     """While eight prompts are computed ever more sequences decode; all of this is the load of eight."""
-    contests, decoding = Rivals(), tuple(sequence_of(slot) for slot in range(8))
-    calls_until(contests, StepPlan(decoding=decoding), NONE)
+    ours, decoding = Rivals(), tuple(sequence_of(slot=slot) for slot in range(8))
+    calls_until(ours, StepPlan(decoding=decoding), NONE)
     for number in range(1, 8):
         chunks = (Chunk(number, 0, 16, is_last=False, draws=False),)
         beside = StepPlan(decoding=decoding[:number], chunks=chunks, num_chunk_rows=16, num_prefilling=8 - number)
-        assert contests.begin_call(beside, beside.decoding, COSTS, 1.0) is not None and contests.number == NONE
+        assert ours.begin_call(beside, beside.decoding, COSTS, 1.0) is not None and ours.number == NONE
 
 
 def test_steps_of_others_do_not_count() -> None:
-    contests, plan = Rivals(), StepPlan(decoding=(sequence_of(0), sequence_of(1)))
-    before = calls_until(contests, plan, NONE)
-    contests = Rivals()
+    ours, plan = Rivals(), StepPlan(decoding=(sequence_of(slot=0), sequence_of(slot=1)))
+    before = calls_until(ours, plan, NONE)
+    ours = Rivals()
     for _ in range(before - 1):
-        contests.begin_call(plan, plan.decoding, COSTS, 1.0)
-        contests.add_step(2, 1.0)
-        contests.pause()
-        contests.add_step(2, 50.0)
-    contests.begin_call(plan, plan.decoding, COSTS, 1.0)
-    assert contests.number == PLANNED and contests._contest.step_ms == pytest.approx(1.0)
+        ours.begin_call(plan, plan.decoding, COSTS, 1.0)
+        ours.add_step(2, 1.0)
+        ours.pause()
+        ours.add_step(2, 50.0)
+    ours.begin_call(plan, plan.decoding, COSTS, 1.0)
+    assert ours.number == PLANNED and ours._rivalry.step_ms == pytest.approx(1.0)
 
 
 def test_a_run_begins_with_what_the_last_one_found() -> None:
-    first, plan = Rivals(), StepPlan(decoding=tuple(sequence_of(slot) for slot in range(8)))
+    first, plan = Rivals(), StepPlan(decoding=tuple(sequence_of(slot=slot) for slot in range(8)))
     for _ in range(2_000):
         first.begin_call(plan, plan.decoding, COSTS, 1.0)
         first.add_step(8, 2.0 if first.number == PLANNED else 1.0)
@@ -205,14 +201,20 @@ def test_a_run_begins_with_what_the_last_one_found() -> None:
     assert later.begin_call(plan, plan.decoding, COSTS, 1.0) is not None and later.number in (NONE, CHAIN)
     other = StepPlan(decoding=plan.decoding[:1])
     assert later.begin_call(other, other.decoding, COSTS, 1.0) is None, "nothing is known of another load"
-    for broken in ([[1]], [[3, 3, [0], [0.1], [1]]], [[3, 3, [0], [1e300, 0.0, 0.0], [1, 1, 1]]], [[3, 3, 0, [], []]]):
-        with pytest.raises((ValueError, TypeError)):
+    for broken in (
+        [[1]],
+        [[math.inf, 3, [0], [0.1, 0.0, 0.0], [1, 1, 1]]],
+        [[3, 3, [0], [0.1], [1]]],
+        [[3, 3, [0], [1e300, 0.0, 0.0], [1, 1, 1]]],
+        [[3, 3, 0, [], []]],
+    ):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
             Rivals().begin_with(broken)
 
 
 def test_a_step_in_a_fixed_turn_counts_for_the_adaptive_sequences_alone() -> None:
-    controller, adaptive = Controller(COSTS), sequence_of(0)
-    plan = StepPlan(decoding=(adaptive, sequence_of(1, Chain(1))))
+    controller, adaptive = Controller(COSTS), sequence_of(slot=0)
+    plan = StepPlan(decoding=(adaptive, sequence_of(drafting=Chain(1), slot=1)))
     decodes, output = (Decode(0, PLAIN), Decode(1, Chain(1))), [Decoded(1, [5, 6], 1, 1, None, [], 1)] * 2
     step = Step(plan, StepInput(decodes), SimpleNamespace(read=lambda: StepOutput(output, [], 2, None)))
     controller.rivals.number, controller.rivals._is_paused = NONE, False
@@ -234,7 +236,7 @@ def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPa
     prompts = [f"def f{i}(x):\n    return" for i in range(9)]
     turned = [output.token_ids for output in llm.run(prompts, sampling, drafting=Adaptive()).outputs]
     assert llm.engine.controller is not None
-    contests = llm.engine.controller.rivals._contests.values()
-    assert all(any(contest._last_turns[rival] for contest in contests) for rival in (NONE, CHAIN))
+    of_loads = llm.engine.controller.rivals._of_loads.values()
+    assert all(any(rivalry._last_turns[rival] for rivalry in of_loads) for rival in (NONE, CHAIN))
     assert turned == [output.token_ids for output in llm.run(prompts, sampling, drafting=NoDraft()).outputs]
     llm.close()

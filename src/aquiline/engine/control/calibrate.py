@@ -109,7 +109,7 @@ def known_chances(file: Path) -> tuple[list[Pool], Rivals]:
         rivals.begin_with(kept["rivals"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         logger.warning("%s: broken (%s); learning again", file, error)
         return new_pools(), Rivals()
     return pools, rivals

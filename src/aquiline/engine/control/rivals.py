@@ -52,7 +52,7 @@ class Found(NamedTuple):
     turns: list[int]
 
 
-class Contest:
+class Rivalry:
     """The rivals at one load. current, fastest: the numbers of the one whose turn it is, and of the fastest one;
     step_ms: the time of a step without prompts, on average.
 
@@ -66,7 +66,7 @@ class Contest:
         self._noise = TURN_NOISE + TEXT_NOISE / num_sequences
         count = len(RIVALS) if can_draft else len(RIVALS) - 1
         self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
-        self._num_turns, self._last_turns = 0, [0] * count
+        self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
         self._earned = float(MOST_COST)  # the steps that turns may cost now
@@ -91,18 +91,11 @@ class Contest:
     def begin_call(self, speedup: float) -> int:
         """Whose turn the next call is. speedup: what planned drafting is expected to bring."""
         turns = self._ms / (TURN_STEPS * self.step_ms)
-        if self.current == self.fastest:
-            others = [i for i in range(len(self._gains)) if i != self.fastest]
-            other, most_wait = max(others, key=self._hope), MOST_WAIT
-            if self._hope(other) <= self._gains[self.fastest]:
-                most_wait = HOPELESS_WAIT
-            if self._num_turns % 2:  # the one that seems hopeless may have become the fastest
-                other = min(others, key=lambda i: self._last_turns[i])
-            is_due = turns >= min(most_wait, FIRST_WAIT + sum(self._turns))
-            if is_due and self._num_timed >= TURN_STEPS and self._earned >= self._expected_cost(other, speedup):
-                self._begin(other)
-        elif turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
-            self._end_turn()
+        if self.current != self.fastest:
+            if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
+                self._end_turn()
+        elif self._num_timed >= TURN_STEPS and turns >= min(MOST_WAIT, FIRST_WAIT + sum(self._turns)):
+            self._try_another(turns, speedup)
         return self.current
 
     def count(self, num_steps: int, worth_ms: float, ms: float, is_first: bool) -> None:
@@ -126,6 +119,19 @@ class Contest:
             self._counted_ms += ms
             self._lost_ms += lost_ms
 
+    def _try_another(self, turns: float, speedup: float) -> None:
+        """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
+        since the last one."""
+        others = [i for i in range(len(self._gains)) if i != self.fastest]
+        other = max(others, key=self._hope)
+        is_hopeless = self._hope(other) <= self._gains[self.fastest]
+        if is_hopeless and turns < min(HOPELESS_WAIT, FIRST_WAIT + sum(self._turns)):
+            return
+        if max(self._last_turns) % 2:  # the one that seems hopeless may have become the fastest
+            other = min(others, key=lambda i: self._last_turns[i])
+        if self._earned >= self._expected_cost(other, speedup):
+            self._begin(other)
+
     def _hope(self, rival: int) -> float:
         """A gain that the rival may well have."""
         turns = min(TURN_MEMORY, self._turns[rival])
@@ -147,8 +153,7 @@ class Contest:
         mine, fastest = self.current, self.fastest
         if self._counted_ms:
             self._turns[mine] += 1
-            self._num_turns += 1
-            self._last_turns[mine] = self._num_turns
+            self._last_turns[mine] = max(self._last_turns) + 1
             number = min(TURN_MEMORY, self._turns[mine])
             share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
             self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) / number
@@ -161,8 +166,8 @@ class Contest:
         self._begin(self.fastest)
 
 
-class Load(NamedTuple):
-    """What a contest is held for: sequences that draft adaptively and all, rounded up to powers of two, those of
+class RivalryKey(NamedTuple):
+    """What rivals are compared for: sequences that draft adaptively and all, rounded up to powers of two, those of
     prompts among them; and the pools of the first that have a draft model."""
 
     num_adaptive: int
@@ -176,9 +181,9 @@ class Rivals:
 
     def __init__(self) -> None:
         self.number = PLANNED
-        self._contests: dict[Load, Contest] = {}
-        self._known: dict[Load, Found] = {}  # by an earlier run
-        self._contest = Contest(1.0, 1, can_draft=False)
+        self._of_loads: dict[RivalryKey, Rivalry] = {}
+        self._known: dict[RivalryKey, Found] = {}  # by an earlier run
+        self._rivalry = Rivalry(1.0, 1, can_draft=False)
         self._is_paused = True  # since the last call
         self._is_first = False  # whether the last call began a turn
         self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the last call
@@ -188,13 +193,13 @@ class Rivals:
 
     def kept(self) -> list[Any]:
         """What is known of all loads, for a later run."""
-        found = self._known | {load: contest.found() for load, contest in self._contests.items()}
+        found = self._known | {load: rivalry.found() for load, rivalry in self._of_loads.items()}
         return [[*load[:2], sorted(load.pools), *of] for load, of in found.items() if any(of.turns)]
 
     def begin_with(self, kept: list[Any]) -> None:
-        """Begin with what another run's kept() was. Raises ValueError or TypeError for anything else."""
+        """Begin with what another run's kept() was. Raises ValueError, TypeError or OverflowError for anything else."""
         for num_adaptive, num_running, pools, gains, turns in kept:
-            load = Load(int(num_adaptive), int(num_running), frozenset(int(pool) for pool in pools))
+            load = RivalryKey(int(num_adaptive), int(num_running), frozenset(int(pool) for pool in pools))
             found = Found([float(gain) for gain in gains], [int(number) for number in turns])
             count = len(RIVALS) if load.pools else len(RIVALS) - 1
             if not len(found.gains) == len(found.turns) == count or not all(abs(gain) < 100.0 for gain in found.gains):
@@ -209,12 +214,12 @@ class Rivals:
     @property
     def is_trying(self) -> bool:
         """Whether it is not the fastest one's turn."""
-        return self._contest.current != self._contest.fastest
+        return self._rivalry.current != self._rivalry.fastest
 
     @property
     def num_left(self) -> int:
         """Steps for which the turn lasts at most."""
-        return self._contest.num_left
+        return self._rivalry.num_left
 
     def begin_call(
         self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts, speedup: float
@@ -224,14 +229,14 @@ class Rivals:
         if self._num_tokens:
             worth_ms = self._num_tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
-            self._contest.count(num_steps, worth_ms, self._ms, self._is_first)
+            self._rivalry.count(num_steps, worth_ms, self._ms, self._is_first)
         self._num_steps, self._num_tokens, self._ms, self._is_paused = 0, 0, 0.0, False
         if plan.admitted or plan.chunks or mine != self._mine:
             self._mine, self._choice = mine, None
-            self._contest = self._contest_of(plan, mine, costs)
+            self._rivalry = self._rivalry_of(plan, mine, costs)
         count, table = len(plan.decoding), costs.table.verify  # as it was measured: what is learnt meanwhile moves
         before = self.number
-        self.number = self._contest.begin_call(speedup)
+        self.number = self._rivalry.begin_call(speedup)
         self._is_first = self.number != before
         self._token_ms = ms_at(table, count) / count
         self._chunk_ms = ms_at(table, count + plan.num_chunk_rows) - ms_at(table, count) if plan.chunks else 0.0
@@ -241,7 +246,7 @@ class Rivals:
         if self._choice is None or self._is_first:
             decodes = {s: Decode(s.slot, drafting if s.drafts else PLAIN) for s in mine}
             self._choice = StepChoice(decodes, (), 1)
-        return self._choice._replace(most_steps=min(REPLAN_STEPS, self._contest.num_left))
+        return self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
 
     def add_step(self, num_tokens: int, ms: float) -> None:
         """A step brought so many tokens and took so long in all."""
@@ -254,12 +259,12 @@ class Rivals:
         """In the next call nobody drafts adaptively."""
         self._is_paused = True
 
-    def _contest_of(self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts) -> Contest:
+    def _rivalry_of(self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts) -> Rivalry:
         pools = frozenset([pool_number(s.request.sampling.temperature) for s in mine if s.drafts])
         number, running = (len(some) + plan.num_prefilling for some in (mine, plan.decoding))
-        load = Load((number - 1).bit_length(), (running - 1).bit_length(), pools)
-        if load not in self._contests:
-            contest = self._contests[load] = Contest(costs.verify(running), number, can_draft=bool(pools))
+        load = RivalryKey((number - 1).bit_length(), (running - 1).bit_length(), pools)
+        if load not in self._of_loads:
+            rivalry = self._of_loads[load] = Rivalry(costs.verify(running), number, can_draft=bool(pools))
             if load in self._known:
-                contest.begin_with(*self._known[load])
-        return self._contests[load]
+                rivalry.begin_with(*self._known[load])
+        return self._of_loads[load]
