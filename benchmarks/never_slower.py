@@ -46,6 +46,11 @@ def in_turns(texts: Texts, seconds: float) -> dict[str, list[Turn]]:
     found: dict[str, list[Turn]] = {name: [] for name in SETTINGS}
     for name in SETTINGS:  # warms up
         take_turn(texts.llm, name)
+    learnt = time.perf_counter() + seconds / 2
+    while time.perf_counter() < learnt:
+        texts.next_round()
+        texts.go_back()
+        take_turn(texts.llm, ADAPTIVE)
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends or len(found[ADAPTIVE]) < LEAST_RUNS:
         texts.next_round()

@@ -56,8 +56,10 @@ class Turns(Controller):
     """The controller that imposes `setting`, one of SETTINGS, on all sequences."""
 
     def __init__(self, llm: LLM) -> None:
-        costs = StepCosts(cost_table(llm.models, is_measured=True))
+        costs, own = StepCosts(cost_table(llm.models, is_measured=True)), llm.engine.controller
         super().__init__(costs, draft_window=llm.engine.scheduler.draft_window)
+        if own is not None:  # begins with what an earlier run has kept, and keeps what it finds
+            self.pools, self.rivals = own.pools, own.rivals
         self.setting = ADAPTIVE
         self.kept: dict[int | str, _SequenceState] = {}  # by request id, what was learnt of sequences that went back
 
@@ -192,6 +194,7 @@ def open_llm(target: str, draft: str | None, batch: int, max_context: int) -> LL
     pages = batch * -(-(max_context + 320) // page)
     config = EngineConfig(max_batch=batch, max_context=max_context, num_pages=pages, row_budget=512)
     llm = LLM(target, draft, drafting=Adaptive(), engine=config)
+    llm.engine.prepare_choosing()
     llm.engine.controller = Turns(llm)
     return llm
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 
 from aquiline.backends.base import Decode, Decoded
+from aquiline.config import MAX_CHAIN
+from aquiline.engine.sequence import Sequence
 from aquiline.ledger import Ledger
+from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.confidence import NUM_MARGINS, Cut
-from aquiline.spec.drafting import NoDraft
+from aquiline.spec.drafting import Chain, NoDraft
 
 PLAIN = NoDraft()
 
 UNVERIFIED = Cut((0.0,) * NUM_MARGINS, (0.0,) * NUM_MARGINS, math.inf, math.inf)
 """The Cut of a probe: one pass of the draft, and nothing is verified."""
+
+
+def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
+    """The longest chain that a sequence may draft, of `most` levels at most."""
+    drafting = sequence.request.drafting
+    assert isinstance(drafting, Adaptive)
+    return drafting.chains[min(most, drafting.max_spec_tokens) - 1]
 
 
 def source_of(decode: Decode) -> str:

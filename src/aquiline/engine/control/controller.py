@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from aquiline.backends.base import Decode
-from aquiline.config import MAX_CHAIN
 from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, new_pools, pool_number
-from aquiline.engine.control.choices import PLAIN, UNVERIFIED, add_choice, source_of
+from aquiline.engine.control.choices import PLAIN, UNVERIFIED, add_choice, chain_of, source_of
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import (
     MIN_NODE_TOKENS,
@@ -37,8 +36,7 @@ from aquiline.engine.pipeline import Step, StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 from aquiline.ledger import Ledger
-from aquiline.spec.adaptive import Adaptive
-from aquiline.spec.drafting import Chain, Proposal
+from aquiline.spec.drafting import Proposal
 
 PROBE_TIME_SHARE = 0.004
 """Share of the time that probes may take."""
@@ -108,7 +106,7 @@ class Controller:
             self.rivals.pause()
             return None
         self._num_steps += 1
-        choice = self.rivals.begin_call(plan, mine, self.costs, self._plan.speedup) or self._planned(plan, mine)
+        choice = self.rivals.begin_call(plan, mine, self.costs, self._plan) or self._planned(plan, mine)
         self._choosing_ms = (time.perf_counter() - began) * 1e3
         self.ledger.num_chosen += 1
         self.ledger.choosing_ms += self._choosing_ms
@@ -376,13 +374,6 @@ class Controller:
         if self._plan.planned_rate > 0.0:
             tokens = sum(len(decoded.kept) for decoded in output.decodes)
             self._planner.learn_rate(tokens, self._expected_ms, self._plan.planned_rate)
-
-
-def chain_of(sequence: Sequence, most: int = MAX_CHAIN) -> Chain:
-    """The longest chain that a sequence may draft, of `most` levels at most."""
-    drafting = sequence.request.drafting
-    assert isinstance(drafting, Adaptive)
-    return drafting.chains[min(most, drafting.max_spec_tokens) - 1]
 
 
 def first_of(proposal: Proposal, count: int) -> Proposal:

@@ -1,7 +1,8 @@
-"""Two fixed settings rival planned drafting: no drafting, and chains of one token. They take the host next to no time,
-and what a plan really brings at a load, with all that it takes beside it, is only known by what it brought.
+"""Fixed settings rival planned drafting: no drafting, and whole chains. They take the host next to no time, and what a
+plan really brings at a load, with all that it takes beside it, is only known by what it brought.
 
-The fastest rival at a load goes on. The others have turns of some steps, whenever what these cost has been earned.
+The fastest rival at a load goes on. The others have turns of some steps, whenever what these cost has been earned. Of
+chains, one about as long as what the plan drafts is the first, and then the neighbours of the fastest one.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from typing import Any, NamedTuple
 
 from aquiline.backends.base import Decode
 from aquiline.engine.control.acceptance import pool_number
-from aquiline.engine.control.choices import PLAIN
+from aquiline.engine.control.choices import PLAIN, chain_of
 from aquiline.engine.control.costs import StepCosts, ms_at
+from aquiline.engine.control.planner import DraftingPlan
 from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.pipeline import StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-from aquiline.spec.drafting import Chain, Drafting
 
-RIVALS: tuple[Drafting | None, ...] = (None, PLAIN, Chain(1))
-"""The rivals; None: planned drafting. The last one needs a draft model."""
+CHAIN_LEVELS = (-1, 0, 1, 2, 3, 5)
+"""The rivals by the levels of their chains: planned drafting, none, and chains, which need a draft model."""
 
-PLANNED = 0
-"""The number of planned drafting among the rivals."""
+PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
+"""The numbers of some rivals."""
 
 TURN_STEPS, PACE_STEPS = 64, 256
 """Steps of a turn, and those of the fastest rival that a turn is compared with. All these numbers count time: a step
@@ -46,8 +47,10 @@ that a single turn may seem faster or slower."""
 
 
 class Found(NamedTuple):
-    """What turns have shown, by rival: gains, logarithms of rates beside each other, and the number of turns."""
+    """What turns have shown: the fastest rival, and by rival gains, logarithms of rates beside each other, and the
+    number of turns."""
 
+    fastest: int
     gains: list[float]
     turns: list[int]
 
@@ -63,8 +66,8 @@ class Rivalry:
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
         self.step_ms = step_ms
-        self._noise = TURN_NOISE + TEXT_NOISE / num_sequences
-        count = len(RIVALS) if can_draft else len(RIVALS) - 1
+        self._noise = TURN_NOISE + TEXT_NOISE / math.sqrt(num_sequences)
+        count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
         self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
         self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
@@ -72,15 +75,15 @@ class Rivalry:
         self._earned = float(MOST_COST)  # the steps that turns may cost now
         self._begin(PLANNED)
 
-    def begin_with(self, gains: list[float], turns: list[int]) -> None:
-        """Begin with what an earlier run has found. A turn or two may change it."""
-        self._gains, self._turns = gains, [min(1, number) for number in turns]
-        self.fastest = max(range(len(gains)), key=self._value)
+    def begin_with(self, found: Found) -> None:
+        """Begin with what an earlier run has found. A turn or two may change it, once their cost has been earned."""
+        self.fastest, self._gains = found.fastest, found.gains
+        self._turns, self._earned = [min(1, number) for number in found.turns], 0.0
         self._begin(self.fastest)
 
     def found(self) -> Found:
         """What the turns have shown so far."""
-        return Found(self._gains, self._turns)
+        return Found(self.fastest, self._gains, self._turns)
 
     @property
     def num_left(self) -> int:
@@ -88,14 +91,15 @@ class Rivalry:
         left_ms = TURN_STEPS * self.step_ms - (self.current != self.fastest) * self._ms
         return max(1, round(left_ms / self.step_ms))
 
-    def begin_call(self, speedup: float) -> int:
-        """Whose turn the next call is. speedup: what planned drafting is expected to bring."""
+    def begin_call(self, speedup: float, num_nodes: float) -> int:
+        """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
+        that it verifies for a sequence."""
         turns = self._ms / (TURN_STEPS * self.step_ms)
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
         elif self._num_timed >= TURN_STEPS and turns >= min(MOST_WAIT, FIRST_WAIT + sum(self._turns)):
-            self._try_another(turns, speedup)
+            self._try_another(turns, speedup, num_nodes)
         return self.current
 
     def count(self, num_steps: int, worth_ms: float, ms: float, is_first: bool) -> None:
@@ -119,10 +123,10 @@ class Rivalry:
             self._counted_ms += ms
             self._lost_ms += lost_ms
 
-    def _try_another(self, turns: float, speedup: float) -> None:
+    def _try_another(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
         since the last one."""
-        others = [i for i in range(len(self._gains)) if i != self.fastest]
+        others = self._others(num_nodes)
         other = max(others, key=self._hope)
         is_hopeless = self._hope(other) <= self._gains[self.fastest]
         if is_hopeless and turns < min(HOPELESS_WAIT, FIRST_WAIT + sum(self._turns)):
@@ -132,14 +136,39 @@ class Rivalry:
         if self._earned >= self._expected_cost(other, speedup):
             self._begin(other)
 
+    def _others(self, num_nodes: float) -> list[int]:
+        """The rivals that may be faster than the fastest, the likeliest of those first that have had no turn."""
+        chain = self._best_chain
+        if chain is None:
+            chain = min(
+                range(FIRST_CHAIN, len(self._gains)), key=lambda i: abs(CHAIN_LEVELS[i] - num_nodes), default=NONE
+            )
+            chains = [chain]
+        else:
+            chains = [i for i in (chain, chain - 1, chain + 1) if i < len(self._gains)]
+        found = [*chains, NONE, PLANNED] if num_nodes >= 0.5 else [NONE, *chains, PLANNED]
+        return [i for i in dict.fromkeys(found) if i != self.fastest]
+
+    @property
+    def _best_chain(self) -> int | None:
+        """The fastest chain, None if none has had a turn."""
+        tried = [i for i in range(FIRST_CHAIN, len(self._gains)) if self._turns[i]]
+        return max(tried, key=lambda i: self._gains[i], default=None)
+
     def _hope(self, rival: int) -> float:
         """A gain that the rival may well have."""
         turns = min(TURN_MEMORY, self._turns[rival])
         return self._gains[rival] + self._noise / math.sqrt(turns) if turns else math.inf
 
     def _expected_cost(self, rival: int, speedup: float) -> float:
-        """The steps that a turn should cost. A fixed setting that has had no turn may bring nothing."""
-        lag = self._gains[self.fastest] - self._gains[rival] if self._turns[rival] else math.log(speedup)
+        """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
+        setting may bring nothing."""
+        known = rival if self._turns[rival] or rival < FIRST_CHAIN else self._best_chain
+        lag = (
+            math.log(speedup)
+            if known is None or not self._turns[known]
+            else self._gains[self.fastest] - self._gains[known]
+        )
         return min(MOST_COST, TURN_STEPS * (1.0 - math.exp(-max(0.0, lag))))
 
     def _begin(self, rival: int) -> None:
@@ -147,7 +176,7 @@ class Rivalry:
         self._ms = self._counted_ms = self._lost_ms = 0.0
 
     def _value(self, rival: int) -> float:
-        return self._gains[rival] + LEAST_GAIN * (RIVALS[rival] is PLAIN)
+        return self._gains[rival] + LEAST_GAIN * (rival == NONE)
 
     def _end_turn(self) -> None:
         mine, fastest = self.current, self.fastest
@@ -198,12 +227,13 @@ class Rivals:
 
     def begin_with(self, kept: list[Any]) -> None:
         """Begin with what another run's kept() was. Raises ValueError, TypeError or OverflowError for anything else."""
-        for num_adaptive, num_running, pools, gains, turns in kept:
+        for num_adaptive, num_running, pools, fastest, gains, turns in kept:
             load = RivalryKey(int(num_adaptive), int(num_running), frozenset(int(pool) for pool in pools))
-            found = Found([float(gain) for gain in gains], [int(number) for number in turns])
-            count = len(RIVALS) if load.pools else len(RIVALS) - 1
-            if not len(found.gains) == len(found.turns) == count or not all(abs(gain) < 100.0 for gain in found.gains):
-                raise ValueError(f"rivals={found}: must be {count} gains and numbers of turns")
+            found = Found(int(fastest), [float(gain) for gain in gains], [int(number) for number in turns])
+            count = len(CHAIN_LEVELS) if load.pools else FIRST_CHAIN
+            is_whole = len(found.gains) == len(found.turns) == count and 0 <= found.fastest < count
+            if not is_whole or not all(abs(gain) < 100.0 for gain in found.gains):
+                raise ValueError(f"rivals={found}: must be the fastest, and {count} gains and numbers of turns")
             self._known[load] = found
 
     @property
@@ -222,10 +252,10 @@ class Rivals:
         return self._rivalry.num_left
 
     def begin_call(
-        self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts, speedup: float
+        self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts, planned: DraftingPlan
     ) -> StepChoice | None:
         """How the adaptive sequences draft in the next call, if it is a fixed setting's turn; None: they are to be
-        planned. speedup: what the last plan expects to bring."""
+        planned. planned: the last plan that was made for them."""
         if self._num_tokens:
             worth_ms = self._num_tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
@@ -236,15 +266,16 @@ class Rivals:
             self._rivalry = self._rivalry_of(plan, mine, costs)
         count, table = len(plan.decoding), costs.table.verify  # as it was measured: what is learnt meanwhile moves
         before = self.number
-        self.number = self._rivalry.begin_call(speedup)
+        num_nodes = planned.num_rows / count - 1.0 if planned.planned_rate else 0.0
+        self.number = self._rivalry.begin_call(planned.speedup, num_nodes)
         self._is_first = self.number != before
         self._token_ms = ms_at(table, count) / count
         self._chunk_ms = ms_at(table, count + plan.num_chunk_rows) - ms_at(table, count) if plan.chunks else 0.0
-        drafting = RIVALS[self.number]
-        if drafting is None:
+        if self.number == PLANNED:
             return None
         if self._choice is None or self._is_first:
-            decodes = {s: Decode(s.slot, drafting if s.drafts else PLAIN) for s in mine}
+            levels = CHAIN_LEVELS[self.number]
+            decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
             self._choice = StepChoice(decodes, (), 1)
         return self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
 
@@ -266,5 +297,5 @@ class Rivals:
         if load not in self._of_loads:
             rivalry = self._of_loads[load] = Rivalry(costs.verify(running), number, can_draft=bool(pools))
             if load in self._known:
-                rivalry.begin_with(*self._known[load])
+                rivalry.begin_with(self._known[load])
         return self._of_loads[load]
