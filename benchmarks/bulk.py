@@ -1,5 +1,6 @@
 """Is a whole bulk run ever slower with adaptive drafting? Prompts of real text, all handed in at once, so that prompts
-are computed beside sequences that decode; the time is that of the run, prompts included.
+are computed beside sequences that decode; the time is that of the run, prompts included. Answers of one length that do
+not draft all end together, so that no place is ever idle, which no other setting has; --spread takes that away.
 
 Every setting writes every answer in every round, in an order that rotates, and all write the same tokens. Ratios are
 paired by round: medians with intervals. "none" is an engine whose requests never draft.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 from pathlib import Path
 
@@ -32,13 +34,13 @@ MAX_CONTEXT = 1024
 
 
 def measure(
-    llm: LLM, prompts: list[list[int]], temperature: float, new_tokens: int, rounds: int, names: list[str]
+    llm: LLM, prompts: list[list[int]], temperature: float, lengths: list[int], rounds: int, names: list[str]
 ) -> dict[str, list[RunSummary]]:
     """Whole runs of every setting in turn. The first round warms up and is left out."""
     found: dict[str, list[RunSummary]] = {name: [] for name in names}
     sampling = [
-        SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=i, ignore_eos=True)
-        for i in range(len(prompts))
+        SamplingParams(max_tokens=length, temperature=temperature, seed=i, ignore_eos=True)
+        for i, length in enumerate(lengths)
     ]
     expected: list[list[int]] = []
     for number in range(rounds + 1):
@@ -83,9 +85,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int, default=250)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--spread", type=int, default=0, help="tokens by which an answer may be longer or shorter")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     args = parser.parse_args()
+    spread = random.Random(0)
+    lengths = [args.new_tokens + spread.randint(-args.spread, args.spread) for _ in range(args.prompts)]
     names = ("bundled", None) if args.smollm2 is None else (args.smollm2, args.draft)
     table = []
     for batch in args.batches:
@@ -95,7 +100,7 @@ def main() -> None:
         prompts = prompts_of(llm, args.smollm2 is not None, text, args.prompt_tokens, args.prompts)
         for temperature in args.temperatures:
             print(f"{'smollm2' if args.smollm2 else 'bundled'}, batch {batch}, temperature {temperature:g}")
-            runs = measure(llm, prompts, temperature, args.new_tokens, args.rounds, args.settings)
+            runs = measure(llm, prompts, temperature, lengths, args.rounds, args.settings)
             table.append({"batch": batch, "temperature": temperature} | row_of(runs))
         system = llm.models.system()
         llm.close()

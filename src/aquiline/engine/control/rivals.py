@@ -33,14 +33,14 @@ with a prompt is many steps."""
 COST_SHARE, MOST_COST = 0.005, 32
 """The share of the time that turns may cost, and the steps that they may cost at first, or later at once."""
 
-MOST_LOST, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 4, 10, 40
-"""The steps after whose loss a turn ends. Numbers of turns for which the next one waits: at first, after some turns,
-and where no other rival may well be faster."""
+MOST_LOST, SHORT_WAIT, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 1, 4, 10, 40
+"""The steps after whose loss a turn ends. Numbers of turns for which the next one waits: where another rival seems
+faster, and its lead is not large enough yet; at first; after some turns; and where no other may well be faster."""
 
 LEAST_GAIN = 0.03
 """By how much drafting must be faster than none."""
 
-TURN_MEMORY, TURN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.27, 0.5
+TURN_MEMORY, TURN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.2, 0.5
 """Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, and by
 the text if one sequence runs: a lead must be larger, by the root of their number less after several turns. The most
 that a single turn may seem faster or slower."""
@@ -98,7 +98,7 @@ class Rivalry:
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
-        elif self._num_timed >= TURN_STEPS and turns >= min(MOST_WAIT, FIRST_WAIT + sum(self._turns)):
+        elif self._num_timed >= TURN_STEPS and turns >= self._wait:
             self._try_another(turns, speedup, num_nodes)
         return self.current
 
@@ -174,6 +174,13 @@ class Rivalry:
     def _begin(self, rival: int) -> None:
         self.current = rival
         self._ms = self._counted_ms = self._lost_ms = 0.0
+        seems_slower = any(self._lead(i) > 0.5 for i in range(len(self._turns)))
+        self._wait = SHORT_WAIT if seems_slower else min(MOST_WAIT, FIRST_WAIT + sum(self._turns))
+
+    def _lead(self, rival: int) -> float:
+        """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
+        number = min(TURN_MEMORY, self._turns[rival])
+        return (self._value(rival) - self._value(self.fastest)) * math.sqrt(number) / self._noise
 
     def _value(self, rival: int) -> float:
         return self._gains[rival] + LEAST_GAIN * (rival == NONE)
@@ -186,8 +193,7 @@ class Rivalry:
             number = min(TURN_MEMORY, self._turns[mine])
             share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
             self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) / number
-            lead = self._value(mine) - self._value(fastest)
-            if lead > self._noise / math.sqrt(number):
+            if self._lead(mine) > 1.0:
                 self.fastest = mine
                 self._turns = [min(1, turns) for turns in self._turns]  # beside the new one the others are little known
                 self._times = [ms * math.exp(self._gains[fastest] - self._gains[mine]) for ms in self._times]
