@@ -108,8 +108,9 @@ def test_what_turns_cost_is_bounded(rates: Rates) -> None:
 
 
 def test_another_rival_becomes_the_fastest_when_it_is() -> None:
+    """One that was the slowest, so that others always seem likelier to be faster."""
     found = played(
-        Rivalry(1.0, 8, can_draft=True), lambda number: (0.9, 1.0, 0.9) if number < 3_000 else (1.4, 1.0, 1.1), 9_000
+        Rivalry(1.0, 8, can_draft=True), lambda number: (0.7, 1.0, 0.9) if number < 3_000 else (1.4, 1.0, 0.9), 9_000
     )
     assert found.turns[2_000:3_000].count(NONE) > 850 and found.turns[6_000:].count(PLANNED) > 0.85 * 3_000
 
@@ -119,6 +120,15 @@ def test_drafting_must_bring_something_beside_none() -> None:
     rates = (0.9, 1.0, 1.0 + 0.8 * LEAST_GAIN)
     found = played(Rivalry(1.0, 32, can_draft=True), lambda _: rates, 12_000, noise=0.01, num_nodes=0.0)
     assert found.turns[8_000:].count(NONE) > 0.9 * 4_000
+
+
+def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:
+    """One sequence's text may make 20 % in a turn, so 15 % are no lead yet, but they are worth a second look."""
+    rates = (1.0, 1.15, 0.7)
+    turns = played(Rivalry(1.0, 1, can_draft=False), lambda _: rates, 200, noise=0.0, change=0.0, num_nodes=0.0).turns
+    first = turns.index(NONE)
+    gap = turns[first:].index(PLANNED), turns[first:].index(NONE, TURN_STEPS // 8)
+    assert gap == (TURN_STEPS // 8, 2 * TURN_STEPS // 8)
 
 
 def test_what_a_change_costs_is_not_held_against_a_rival() -> None:
