@@ -18,9 +18,7 @@ from tokenizers import Tokenizer
 from aquiline.backends.base import Decode
 from aquiline.bench.data.prompts import text_prompts
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.control.calibrate import cost_table
 from aquiline.engine.control.controller import PLAIN, Controller, _SequenceState
-from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.llm import LLM
 from aquiline.engine.pipeline import Step, StepChoice
@@ -53,13 +51,14 @@ TAIL = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Turns(Controller):
-    """The controller that imposes `setting`, one of SETTINGS, on all sequences."""
+    """The controller that imposes `setting`, one of SETTINGS, on all sequences. It begins with what an earlier run has
+    kept, as an engine's own does, and what it finds is kept."""
 
     def __init__(self, llm: LLM) -> None:
-        costs, own = StepCosts(cost_table(llm.models, is_measured=True)), llm.engine.controller
-        super().__init__(costs, draft_window=llm.engine.scheduler.draft_window)
-        if own is not None:  # begins with what an earlier run has kept, and keeps what it finds
-            self.pools, self.rivals = own.pools, own.rivals
+        llm.engine.prepare_choosing()
+        own = llm.engine.controller
+        assert own is not None
+        super().__init__(own.costs, draft_window=own.draft_window, pools=own.pools, rivals=own.rivals)
         self.setting = ADAPTIVE
         self.kept: dict[int | str, _SequenceState] = {}  # by request id, what was learnt of sequences that went back
 
@@ -194,7 +193,6 @@ def open_llm(target: str, draft: str | None, batch: int, max_context: int) -> LL
     pages = batch * -(-(max_context + 320) // page)
     config = EngineConfig(max_batch=batch, max_context=max_context, num_pages=pages, row_budget=512)
     llm = LLM(target, draft, drafting=Adaptive(), engine=config)
-    llm.engine.prepare_choosing()
     llm.engine.controller = Turns(llm)
     return llm
 

@@ -138,14 +138,11 @@ class Rivalry:
 
     def _others(self, num_nodes: float) -> list[int]:
         """The rivals that may be faster than the fastest, the likeliest of those first that have had no turn."""
-        chain = self._best_chain
+        chain, count = self._best_chain, len(self._gains)
         if chain is None:
-            chain = min(
-                range(FIRST_CHAIN, len(self._gains)), key=lambda i: abs(CHAIN_LEVELS[i] - num_nodes), default=NONE
-            )
-            chains = [chain]
+            chains = sorted(range(FIRST_CHAIN, count), key=lambda i: abs(CHAIN_LEVELS[i] - num_nodes))[:1]
         else:
-            chains = [i for i in (chain, chain - 1, chain + 1) if i < len(self._gains)]
+            chains = [i for i in (chain, chain - 1, chain + 1) if i < count]
         found = [*chains, NONE, PLANNED] if num_nodes >= 0.5 else [NONE, *chains, PLANNED]
         return [i for i in dict.fromkeys(found) if i != self.fastest]
 
@@ -163,12 +160,8 @@ class Rivalry:
     def _expected_cost(self, rival: int, speedup: float) -> float:
         """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
         setting may bring nothing."""
-        known = rival if self._turns[rival] or rival < FIRST_CHAIN else self._best_chain
-        lag = (
-            math.log(speedup)
-            if known is None or not self._turns[known]
-            else self._gains[self.fastest] - self._gains[known]
-        )
+        known = rival if self._turns[rival] else self._best_chain if rival >= FIRST_CHAIN else None
+        lag = math.log(speedup) if known is None else self._gains[self.fastest] - self._gains[known]
         return min(MOST_COST, TURN_STEPS * (1.0 - math.exp(-max(0.0, lag))))
 
     def _begin(self, rival: int) -> None:
