@@ -72,12 +72,14 @@ class Packaged:
 @dataclass(frozen=True)
 class KnownPair:
     """A target, in this package or in another, and its draft. demo: the prompts of `aquiline demo`; questions: what
-    `aquiline eval` asks where no data set is named. Neither was seen in training."""
+    `aquiline eval` asks where no data set is named; replay: prompts of the same kinds, whose answers a draft that
+    learns from traffic trains on beside it. Training saw none of the first two."""
 
     weights: Path | Packaged
     draft: Path
     demo: Path
     questions: Path
+    replay: Path | None = None
 
     @property
     def target(self) -> Path:
@@ -100,7 +102,7 @@ PAIRS = {
     BUNDLED: KnownPair(BUNDLED_TARGET, BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_PROMPTS),
     SMOLLM2: KnownPair(
         SMOLLM2_WEIGHTS, DATA / "smollm2" / "draft", DATA / "prompts" / "demo.jsonl",
-        DATA / "prompts" / "held_out.jsonl",
+        DATA / "prompts" / "held_out.jsonl", DATA / "prompts" / "replay.jsonl",
     ),
 }  # fmt: skip
 """Every known pair by its name: a small model of Python source that comes with this package, and a chat model."""

@@ -23,6 +23,8 @@ from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.control.rivals import (
     CHAIN_LEVELS,
     COST_SHARE,
+    COUNTED_STEPS,
+    FIRST_COST,
     LEAST_GAIN,
     MOST_COST,
     NONE,
@@ -104,8 +106,16 @@ def test_what_turns_cost_is_bounded(rates: Rates) -> None:
     """A planner that is as fast as anything goes on. The turns of the others cost a share of the time, and a little at
     first; the last one may cost more than was earned. Calls that begin a turn take as long as eight steps do."""
     found = played(Rivalry(1.0, 8, can_draft=True), lambda _: rates, 8_000, change=8.0, speedup=rates[0])
-    assert found.lost < 1.5 * (COST_SHARE * 8 * 8_000 + 2 * MOST_COST)
+    assert found.lost < 1.5 * (COST_SHARE * 8 * 8_000 + FIRST_COST + MOST_COST)
     assert set(found.turns) >= {PLANNED, NONE, CHAIN}
+
+
+def test_a_short_run_pays_for_few_turns() -> None:
+    """At a load that it has not met. The last turn may cost more than was left."""
+    rivalry = Rivalry(1.0, 8, can_draft=True)
+    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=6.0, speedup=1.0)
+    last = 2 * 6.0 + rivals.MOST_LOST + 8
+    assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + last, found.lost
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.9, 1.0, 0.9), (1.4, 1.0, 1.1)), ((0.7, 1.0, 0.9), (1.4, 1.0, 0.9))])
@@ -146,7 +156,7 @@ def test_steps_with_prompts_are_compared_with_such_steps(pace: float) -> None:
 
 
 def test_a_plan_that_should_bring_much_is_not_left_before_its_loss_was_earned() -> None:
-    """A turn of 64 steps without drafts would lose 48 of them, and at first 32 may be lost."""
+    """A turn of 64 steps without drafts would lose 48 of them, and at first 16 may be lost."""
     first = {
         speedup: played(Rivalry(1.0, 8, can_draft=True), lambda _: (1.0, 1.0, 1.0), 500, speedup=speedup).turns
         for speedup in (1.2, 4.0)
@@ -184,6 +194,25 @@ def test_a_fixed_setting_is_chosen_for_all_until_its_turn_ends() -> None:
             ours.add_step(2, 1.0)
         choice = ours.begin_call(plan, plan.decoding, COSTS, PLAN)
         assert choice is not None and choice.most_steps <= 2, "the turn ends"
+
+
+@pytest.mark.parametrize("number", [PLANNED, NONE])
+def test_calls_of_the_fastest_are_counted_together(number: int) -> None:
+    """All their steps and tokens are, at the pace that they had."""
+    ours, plan = Rivals(), StepPlan(decoding=(sequence_of(slot=0), sequence_of(slot=1)))
+    ours.begin_call(plan, plan.decoding, COSTS, PLAN)
+    rivalry, counted = ours._rivalry, list[tuple[int, float]]()
+    rivalry.fastest, rivalry._wait = number, math.inf
+    rivalry._begin(number)
+    ours._due_ms = 0.0
+    rivalry.count = lambda num_steps, worth_ms, ms, is_first: counted.append((num_steps, ms))  # type: ignore[method-assign]
+    for _ in range(4 * COUNTED_STEPS):
+        choice = ours.begin_call(plan, plan.decoding, COSTS, PLAN)
+        assert (choice is None) == (number == PLANNED)
+        ours.add_step(2, 0.5 * rivalry.step_ms)
+    steps = [steps for steps, _ in counted]
+    assert len(steps) <= 4 and sum(steps) + ours._num_steps == 4 * COUNTED_STEPS
+    assert [ms for _, ms in counted] == pytest.approx([0.5 * rivalry.step_ms * number for number in steps])
 
 
 def test_sequences_that_come_take_part_in_a_turn() -> None:
@@ -271,7 +300,8 @@ def test_a_step_in_a_fixed_turn_counts_for_the_adaptive_sequences_alone() -> Non
 
 def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of three steps, so that every sequence meets all rivals, and prompts come meanwhile."""
-    always = {"TURN_STEPS": 3, "FIRST_WAIT": 1, "MOST_WAIT": 1, "HOPELESS_WAIT": 1, "MOST_COST": 1e9}
+    waits = dict.fromkeys(("FIRST_WAIT", "MOST_WAIT", "HOPELESS_WAIT"), 1)
+    always = waits | {"TURN_STEPS": 3, "COUNTED_STEPS": 0, "FIRST_COST": 1e9, "MOST_COST": 1e9}
     for name, value in always.items():
         monkeypatch.setattr(rivals, name, value)
     engine = EngineConfig(max_batch=4, max_context=256, check=True, num_continuous_decode_steps=1)

@@ -87,6 +87,7 @@ class Controller:
         self._drafted = False  # in the last step; a first step that drafts, or does not, pays for the change
         self._planner = Planner(self.costs)
         self._plans = Plans()
+        self._planned_for: tuple[tuple[Sequence, ...], int] = ((), 0)  # a load without prompts; its decoding sequences
         self._probe_cost = self.costs.draft_ms((1,))
         self._probe_ms = INITIAL_PROBES * self._probe_cost  # time that probes may take now
         self._num_steps = 0
@@ -230,6 +231,10 @@ class Controller:
 
     def _take_plan(self, plan: StepPlan, mine: tuple[Sequence, ...], states: Items[_SequenceState]) -> None:
         """Follow the plan of this load, the last one if it is not old. Sequences come and go more often than that."""
+        planned_for = (() if plan.chunks else mine, len(plan.decoding))
+        if planned_for == self._planned_for and self._num_steps < self._plans.current.until:
+            return
+        self._planned_for = planned_for
         pools = frozenset([state.record.pool for state in states if state.record is not None])
         load = PlanKey(rounded(len(mine)), rounded(len(plan.decoding)), bool(plan.chunks), pools)
         self._plans.take(

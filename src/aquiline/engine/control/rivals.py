@@ -26,12 +26,12 @@ CHAIN_LEVELS = (-1, 0, 1, 2, 3, 5)
 PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
 """The numbers of some rivals."""
 
-TURN_STEPS, PACE_STEPS = 64, 256
-"""Steps of a turn, and those of the fastest rival that a turn is compared with. All these numbers count time: a step
-with a prompt is many steps."""
+TURN_STEPS, PACE_STEPS, COUNTED_STEPS = 64, 256, 32
+"""Steps of a turn, and those of the fastest rival that a turn is compared with. The fastest one's steps are counted 32
+at a time. All these numbers count time: a step with a prompt is many steps."""
 
-COST_SHARE, MOST_COST = 0.005, 32
-"""The share of the time that turns may cost, and the steps that they may cost at first, or later at once."""
+COST_SHARE, MOST_COST, FIRST_COST = 0.005, 32, 16
+"""The share of the time that turns may cost, and the steps that they may cost at once, and at first."""
 
 MOST_LOST, SHORT_WAIT, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 1, 4, 10, 40
 """The steps after whose loss a turn ends. Numbers of turns for which the next one waits: where another rival seems
@@ -72,7 +72,7 @@ class Rivalry:
         self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
-        self._earned = float(MOST_COST)  # the steps that turns may cost now
+        self._earned = float(FIRST_COST)  # the steps that turns may cost now
         self._begin(PLANNED)
 
     def begin_with(self, found: Found) -> None:
@@ -99,6 +99,7 @@ class Rivalry:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
         elif self._num_timed >= TURN_STEPS and turns >= self._wait:
+            self._wait = turns + 1.0  # if none begins
             self._try_another(turns, speedup, num_nodes)
         return self.current
 
@@ -216,6 +217,7 @@ class Rivals:
         self._is_first = False  # whether the last call began a turn
         self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the last call
         self._token_ms = self._chunk_ms = 0.0  # that plain decoding takes for one of its tokens, and for its prompts
+        self._due_ms = 0.0  # time of calls alike after which they are counted, and another's turn may be due
         self._mine: tuple[Sequence, ...] = ()
         self._choice: StepChoice | None = None  # of these sequences
 
@@ -255,12 +257,16 @@ class Rivals:
     ) -> StepChoice | None:
         """How the adaptive sequences draft in the next call, if it is a fixed setting's turn; None: they are to be
         planned. planned: the last plan that was made for them."""
+        is_same = mine == self._mine and not (plan.chunks or plan.admitted)
+        if is_same and self._ms < self._due_ms:
+            self._is_paused = False
+            return self._choice
         if self._num_tokens:
             worth_ms = self._num_tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
             self._rivalry.count(num_steps, worth_ms, self._ms, self._is_first)
         self._num_steps, self._num_tokens, self._ms, self._is_paused = 0, 0, 0.0, False
-        if plan.admitted or plan.chunks or mine != self._mine:
+        if not is_same:
             self._mine, self._choice = mine, None
             self._rivalry = self._rivalry_of(plan, mine, costs)
         count, table = len(plan.decoding), costs.table.verify  # as it was measured: what is learnt meanwhile moves
@@ -270,13 +276,18 @@ class Rivals:
         self._is_first = self.number != before
         self._token_ms = ms_at(table, count) / count
         self._chunk_ms = ms_at(table, count + plan.num_chunk_rows) - ms_at(table, count) if plan.chunks else 0.0
+        is_settled = not (self._is_first or self.is_trying or plan.chunks)
+        self._due_ms = is_settled * COUNTED_STEPS * self._rivalry.step_ms
         if self.number == PLANNED:
-            return None
-        if self._choice is None or self._is_first:
-            levels = CHAIN_LEVELS[self.number]
-            decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
-            self._choice = StepChoice(decodes, (), 1)
-        return self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
+            self._choice = None
+        else:
+            levels, most = CHAIN_LEVELS[self.number], min(REPLAN_STEPS, self._rivalry.num_left)
+            if self._choice is None or self._is_first:
+                decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
+                self._choice = StepChoice(decodes, (), most)
+            elif self._choice.most_steps != most:
+                self._choice = self._choice._replace(most_steps=most)
+        return self._choice
 
     def add_step(self, num_tokens: int, ms: float) -> None:
         """A step brought so many tokens and took so long in all."""

@@ -51,7 +51,7 @@ class Generation:
     served tokens that it was trained on; tau_before, tau_after: simulated tau of the parent and of it on the held-out
     tail of what was served, and interval, of the ratio of the two; old_before, old_after: those of the shipped draft
     and of it on the sample of what that was shipped for, greedily or sampled, where it keeps less; accepted: whether
-    the judge let it serve; share: that of the trained weights in it, the rest are the shipped draft's."""
+    the judge let it serve; share: that of the trained weights in it, the rest are its parent's."""
 
     generation: int
     parent: int

@@ -8,8 +8,7 @@
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
 least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py), greedily and sampled. Where the trained
-draft may not, mixtures of its weights with the shipped draft's are judged, and the first that may serve is the
-generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation
+draft may not, mixtures of its weights with its parent's are judged, and the first that may serve is the generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation
 only learning.json stays, with the figures of the trained draft.
 """
 
@@ -55,8 +54,8 @@ REJECTED_WEIGHT = 2.0
 KEPT_OF_OLD = 0.995
 """Prompts that judge no draft lose about twice as much as those that do, so this keeps them within 1 %."""
 SHARES = (1.0, 0.875, 0.75, 0.5, 0.25)
-"""Of the trained draft in what may serve; the shipped one has the rest. Mixed weights lose less of old skills than of
-new ones."""
+"""Of the trained draft in what may serve; its parent has the rest. Mixed weights lose less of old skills than of new
+ones."""
 RESAMPLES = 1000
 SAVE_MINUTES = 0.5
 """Minutes between checkpoints: what a kill may cost."""
@@ -183,9 +182,9 @@ class Learner:
                 return np.array(held_out.judge(stored).cycles)
 
         parent, shipped = cycles(self.draft(attempt.parent)), cycles(self.shipped)
-        own, looks = self._head(self.shipped, attempt, trainer), list[Generation]()
+        before, looks = self._head(self.draft(attempt.parent), attempt, trainer), list[Generation]()
         for share in SHARES:
-            trainer.write_draft(mixed(own, trainer.weights.served(), share), self.judged)
+            trainer.write_draft(mixed(before, trainer.weights.served(), share), self.judged)
             after = cycles(self.judged)
             interval, kept = paired_interval(parent[:n], after[:n]), what_is_kept(old, shipped[n:], after[n:])
             looks.append(Generation(
@@ -231,9 +230,9 @@ def _judged(request: Served) -> JudgedText:
     return JudgedText(tokens, request.num_prompt - start, request.temperature)
 
 
-def mixed(shipped: DraftHead, trained: DraftHead, share: float) -> DraftHead:
-    """The trained draft, changed: `share` of its weights and the rest of the shipped draft's."""
-    for own, other in zip(trained.parameters(), shipped.parameters(), strict=True):
+def mixed(parent: DraftHead, trained: DraftHead, share: float) -> DraftHead:
+    """The trained draft, changed: `share` of its weights and the rest of its parent's."""
+    for own, other in zip(trained.parameters(), parent.parameters(), strict=True):
         own.data = torch.lerp(other.data, own.data, share)
     return trained
 

@@ -2,7 +2,8 @@
 
 A target of chats writes a question where its template has the user's turn, and answers it; any other target begins a
 text and goes on with it. Half of the answers are greedy. Whoever brings a pair so needs no data of its training.
-A pair that is known by a name also answers its own prompts, greedily and sampled, which judge and are never trained on.
+A pair that is known by a name also answers prompts of its own, greedily and sampled: some are trained on, and others,
+which never are, judge.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 64, 320
 JUDGED = 4
 """One text in so many judges, where no known prompts do; the rest is trained on."""
 KNOWN_PROMPTS = 32
-_KNOWN, _QUESTION = "known.json", "?question?"
+"""Of a known pair that judge."""
+_KNOWN, _TRAINED, _QUESTION = "known.json", "trained.json", "?question?"
 
 
 class Replay(NamedTuple):
@@ -45,8 +47,9 @@ def read_replay(store: LearningStore) -> Replay:
     """The texts that `write_replay` wrote."""
     folder = store.folder / "replay"
     written = [each for number in range(NUM_FILES) for each in _read(_file(folder, number))]
-    known = _read(folder / _KNOWN)
-    return Replay([each for i, each in enumerate(written) if known or i % JUDGED], known or written[::JUDGED])
+    known, trained = (_read(folder / name) for name in (_KNOWN, _TRAINED))
+    unasked = [each for i, each in enumerate(written) if known or i % JUDGED]
+    return Replay(trained + unasked, known or written[::JUDGED])
 
 
 def _read(file: Path) -> list[Served]:
@@ -58,7 +61,7 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
     folder = store.folder / "replay"
     folder.mkdir(mode=0o700, exist_ok=True)
     missing = [number for number in range(NUM_FILES) if not _file(folder, number).exists()]
-    if not missing and (folder / _KNOWN).exists():
+    if not missing and all((folder / name).exists() for name in (_KNOWN, _TRAINED)):
         return
     models = replace(pair, draft=None).load()
     room = min(ANSWER_TOKENS, models.max_positions // 2)
@@ -66,9 +69,14 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
         first = number * FILE_TEXTS
         answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
         _write(_file(folder, number), answered)
-    prompts = _known_prompts(models, pair)
-    both = (write_texts(models, prompts, room, drawn, 0) for drawn in (0.0, TEMPERATURE) if prompts)
-    _write(folder / _KNOWN, [text for answered in both for text in answered])
+    known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
+    for name, file, most in (
+        (_KNOWN, known and known.questions, KNOWN_PROMPTS),
+        (_TRAINED, known and known.replay, None),
+    ):
+        prompts = _prompts_of(models, file)[:most] if file and not (folder / name).exists() else []
+        both = (write_texts(models, prompts, room, drawn, 0) for drawn in (0.0, TEMPERATURE) if prompts)
+        _write(folder / name, [text for answered in both for text in answered])
 
 
 def _write(file: Path, texts: Sequence[JudgedText]) -> None:
@@ -76,12 +84,11 @@ def _write(file: Path, texts: Sequence[JudgedText]) -> None:
     write_whole(file, json.dumps(rows), "The texts before it are whole")
 
 
-def _known_prompts(models: LoadedModels, pair: ResolvedPair) -> list[Int32]:
-    """The prompts of a pair that is known by a name; none of any other pair."""
-    known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
-    if known is None or models.tokenizer is None:
+def _prompts_of(models: LoadedModels, file: Path) -> list[Int32]:
+    """The prompts of a file of questions, as the target reads them; none without a tokenizer."""
+    if models.tokenizer is None:
         return []
-    asked = [question.turns[0] for question in read_questions(known.questions)][:KNOWN_PROMPTS]
+    asked = [question.turns[0] for question in read_questions(file)]
     if models.template.has_template:
         ids = [models.template.encode([{"role": "user", "content": text}]) for text in asked]
     else:
