@@ -1,4 +1,4 @@
-"""The project's own prompts: twelve for the demo, 120 held out, none twice, and all of them shipped in the package."""
+"""The project's own prompts: twelve for the demo, 120 held out, 72 learnt beside traffic; none twice, all shipped."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from aquiline.bench.data.datasets import Question, load_questions
 PACKAGE = Path(aquiline.__file__).resolve().parent
 DEMO = PACKAGE / "data" / "prompts" / "demo.jsonl"
 HELD_OUT = PACKAGE / "data" / "prompts" / "held_out.jsonl"
+REPLAY = PACKAGE / "data" / "prompts" / "replay.jsonl"
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 CATEGORIES = (
     "writing", "roleplay", "reasoning", "maths", "code", "extraction",
@@ -37,13 +38,18 @@ def test_ten_prompts_of_each_category_are_held_out() -> None:
     assert {len(question.turns) for question in questions} == {1, 2}
 
 
-def test_no_prompt_and_no_id_occurs_twice_in_the_two_files() -> None:
-    questions = load_questions(DEMO) + load_questions(HELD_OUT)
+def test_six_prompts_of_each_category_are_replayed() -> None:
+    assert Counter(question.category for question in load_questions(REPLAY)) == dict.fromkeys(CATEGORIES, 6)
+
+
+def test_no_prompt_and_no_id_occurs_twice_in_all_files() -> None:
+    """So a draft is never evaluated on a prompt that it has trained on."""
+    questions = load_questions(DEMO) + load_questions(HELD_OUT) + load_questions(REPLAY)
     for what in (opening, lambda question: question.id):
         assert [key for key, count in Counter(map(what, questions)).items() if count > 1] == []
 
 
-def test_the_package_data_names_both_files() -> None:
+def test_the_package_data_names_all_files() -> None:
     patterns = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["package-data"]["aquiline"]
     shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    assert {DEMO, HELD_OUT} <= shipped
+    assert {DEMO, HELD_OUT, REPLAY} <= shipped

@@ -25,11 +25,12 @@ from aquiline.engine.learning.store import LearningStore, Served, ServingState
 from aquiline.engine.learning.upkeep import forget_learnt
 from aquiline.engine.model import ResolvedPair
 from aquiline.errors import CheckpointError
+from aquiline.models.known_pairs import BUNDLED, PAIRS
 from aquiline.train import prepare
-from aquiline.train.learner import generation, lesson
+from aquiline.train.learner import generation, lesson, replay
 from aquiline.train.learner.generation import Learner, paired_interval, what_is_kept
 from aquiline.train.learner.lesson import read_lesson
-from aquiline.train.learner.replay import write_replay
+from aquiline.train.learner.replay import read_replay, write_replay
 from aquiline.train.simulated_tau import JudgedText
 from aquiline.train.start import new_head
 from aquiline.train.trainer import Trainer
@@ -92,6 +93,25 @@ def test_old_skills_are_kept_greedily_and_sampled() -> None:
     assert what_is_kept(texts[::2], shipped[::2], shipped[::2]) == (4.0, 4.0), "where nothing was sampled"
 
 
+def test_a_known_pair_trains_on_prompts_that_do_not_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in {"NUM_FILES": 1, "FILE_TEXTS": 2, "ANSWER_TOKENS": 8}.items():
+        monkeypatch.setattr(replay, name, number)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(f'{{"question_id": "{i}", "turns": ["def trained_{i}("]}}\n' for i in range(3)))
+    monkeypatch.setitem(PAIRS, BUNDLED, replace(PAIRS[BUNDLED], replay=asked))
+    store, own = LearningStore(tmp_path / "learnt"), ResolvedPair.of(PairConfig(BUNDLED))
+    write_replay(store, own)
+    found = read_replay(store)
+    beginnings = [tuple(each.tokens[: each.num_prompt]) for each in found.train[:6]]
+    assert len(found.train) == 6 + 2 and beginnings[:3] == beginnings[3:] and len(set(beginnings)) == 3
+    assert [each.temperature for each in found.train[:6]] == [0.0] * 3 + [0.8] * 3
+    judging = {tuple(each.tokens[: each.num_prompt]) for each in found.judged}
+    assert len(judging) == 8 and len(found.judged) > 8 and judging.isdisjoint(beginnings)
+    (store.folder / "replay" / "trained.json").unlink()
+    write_replay(store, own)
+    assert read_replay(store) == found, "a folder of an earlier version gets what is missing"
+
+
 @pytest.mark.rare
 def test_a_generation_learns_and_keeps_what_features_were_fused_with(
     store: LearningStore, pair: PairConfig, served: list[Served]
@@ -131,24 +151,30 @@ def test_the_first_generation_begins_from_the_shipped_draft_as_it_serves(
 
 
 @pytest.mark.rare
-def test_a_draft_that_forgets_is_mixed_with_the_shipped_one(
+def test_a_draft_that_forgets_is_mixed_with_its_parent(
     store: LearningStore, pair: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two looks find that old skills are lost; the third share serves, with its own figures."""
-    read, other = read_lesson(store, (0, 0)), LearningStore(shutil.copytree(store.folder, tmp_path / "other"))
+    """Two looks find that old skills are lost; the third share serves, with its own figures. The parent is no longer
+    the shipped draft."""
+    read = read_lesson(store, (0, 0))
+    assert learner(store, pair).learn(read) is not None and store.has_weights(1)
+    store.write_state(ServingState(1))
+    other = LearningStore(shutil.copytree(store.folder, tmp_path / "other"))
+    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
     whole = learner(other, pair).learn(read)
     looks = iter([(2.0, 1.9), (2.0, 1.98), (2.0, 1.995)])
     monkeypatch.setattr(generation, "what_is_kept", lambda old, shipped, after: next(looks))
     found = learner(store, pair).learn(read)
     assert found is not None and found.accepted and found.share == generation.SHARES[2] == 0.75
     assert whole is not None and whole.share == 1 and whole.tau_before == found.tau_before
-    assert (found.old_before, found.old_after) == (2.0, 1.995) and whole.tau_before < found.tau_after != whole.tau_after
-    drafts = (Path(str(pair.draft)), other.checkpoint(1), store.checkpoint(1))
-    shipped, trained, mixed = (load_file(draft / "model.safetensors") for draft in drafts)
-    assert torch.equal(mixed["fc.weight"].bfloat16(), shipped["fc.weight"].bfloat16())
+    assert (found.old_before, found.old_after) == (2.0, 1.995) and found.tau_after != whole.tau_after
+    drafts = (store.checkpoint(1), other.checkpoint(2), store.checkpoint(2))
+    parent, trained, mixed = (load_file(draft / "model.safetensors") for draft in drafts)
+    assert torch.equal(mixed["fc.weight"].bfloat16(), parent["fc.weight"].bfloat16())
     name = "lm_head.weight"
-    wanted = 0.25 * shipped[name].float() + 0.75 * trained[name].float()
+    wanted = 0.25 * parent[name].float() + 0.75 * trained[name].float()
     assert torch.allclose(mixed[name].float(), wanted, rtol=2**-7, atol=1e-4)
+    assert not torch.equal(parent[name], trained[name])
 
 
 @pytest.mark.rare

@@ -112,10 +112,9 @@ def test_what_turns_cost_is_bounded(rates: Rates) -> None:
 
 def test_a_short_run_pays_for_few_turns() -> None:
     """At a load that it has not met. The last turn may cost more than was left."""
-    rivalry = Rivalry(1.0, 8, can_draft=True)
-    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=6.0, speedup=1.0)
-    last = 2 * 6.0 + rivals.MOST_LOST + 8
-    assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + last, found.lost
+    rivalry, change = Rivalry(1.0, 8, can_draft=True), 12.0
+    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=change, speedup=1.0)
+    assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + 2 * change
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.9, 1.0, 0.9), (1.4, 1.0, 1.1)), ((0.7, 1.0, 0.9), (1.4, 1.0, 0.9))])

@@ -72,6 +72,7 @@ class Rivalry:
         self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
+        self._wait = float(FIRST_WAIT)  # the turns for which the fastest goes on before another's is due
         self._earned = float(FIRST_COST)  # the steps that turns may cost now
         self._begin(PLANNED)
 

@@ -8,8 +8,9 @@
 
 A draft may serve if it commits more tokens a step than its parent on held-out traffic, beyond the interval, and at
 least KEPT_OF_OLD of what the shipped draft commits on old prompts (replay.py), greedily and sampled. Where the trained
-draft may not, mixtures of its weights with its parent's are judged, and the first that may serve is the generation. Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation
-only learning.json stays, with the figures of the trained draft.
+draft may not, mixtures of its weights with its parent's are judged, and the first that may serve is the generation.
+Drafts are compared on the same texts, so the interval is that of paired figures. Of a refused generation only
+learning.json stays, with the figures of the trained draft.
 """
 
 from __future__ import annotations

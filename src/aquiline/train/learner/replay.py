@@ -70,11 +70,11 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
         answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
         _write(_file(folder, number), answered)
     known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
-    for name, file, most in (
-        (_KNOWN, known and known.questions, KNOWN_PROMPTS),
-        (_TRAINED, known and known.replay, None),
-    ):
-        prompts = _prompts_of(models, file)[:most] if file and not (folder / name).exists() else []
+    judging = known and known.questions, KNOWN_PROMPTS
+    for name, (file, most) in {_KNOWN: judging, _TRAINED: (known and known.replay, None)}.items():
+        if (folder / name).exists():
+            continue
+        prompts = _prompts_of(models, file)[:most] if file else []
         both = (write_texts(models, prompts, room, drawn, 0) for drawn in (0.0, TEMPERATURE) if prompts)
         _write(folder / name, [text for answered in both for text in answered])
 
