@@ -216,7 +216,7 @@ class Rivals:
         self._rivalry = Rivalry(1.0, 1, can_draft=False)
         self._is_paused = True  # since the last call
         self._is_first = False  # whether the last call began a turn
-        self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the last call
+        self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the calls that were not counted yet
         self._token_ms = self._chunk_ms = 0.0  # that plain decoding takes for one of its tokens, and for its prompts
         self._due_ms = 0.0  # time of calls alike after which they are counted, and another's turn may be due
         self._mine: tuple[Sequence, ...] = ()
