@@ -2,10 +2,10 @@
 
 In each cell all settings of turns.py take turns of 32 steps on the same running sequences: plain, chains of 1, 2, 3 and
 5, a tree of 6 nodes, and adaptive drafting, which keeps what it has learnt between its turns and first learns alone for
-half as long as is measured. In a round all of them
-continue the same texts, in an order that is drawn anew. Ratios are paired by round: medians with intervals that hold
-them with a chance of 95 % or more. A cell passes if the lower end lies above 0.98 over plain and above 0.97 over the
-best fixed setting, the one of the most tokens per second in the same run, which favours it.
+half as long as is measured. In a round all of them continue the same texts, in an order that is drawn anew. Ratios are
+paired by round: medians with intervals that hold them with a chance of 95 % or more. A cell passes if the lower end
+lies above 0.98 over plain and above 0.97 over the best fixed setting, the one of the most tokens per second in the same
+run, which favours it.
 
 Plain turns run in requests that may draft, so they still keep the target's features for the draft. Where plain turns
 are the fastest, `--against-none` compares adaptive requests with requests that never draft, in an engine of their own

@@ -154,27 +154,41 @@ def test_the_first_generation_begins_from_the_shipped_draft_as_it_serves(
 def test_a_draft_that_forgets_is_mixed_with_its_parent(
     store: LearningStore, pair: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two looks find that old skills are lost; the third share serves, with its own figures. The parent is no longer
-    the shipped draft."""
-    read = read_lesson(store, (0, 0))
-    assert learner(store, pair).learn(read) is not None and store.has_weights(1)
-    store.write_state(ServingState(1))
-    other = LearningStore(shutil.copytree(store.folder, tmp_path / "other"))
-    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
+    """Two looks find that old skills are lost; the third share serves, with its own figures."""
+    read, other = read_lesson(store, (0, 0)), LearningStore(shutil.copytree(store.folder, tmp_path / "other"))
     whole = learner(other, pair).learn(read)
     looks = iter([(2.0, 1.9), (2.0, 1.98), (2.0, 1.995)])
     monkeypatch.setattr(generation, "what_is_kept", lambda old, shipped, after: next(looks))
     found = learner(store, pair).learn(read)
     assert found is not None and found.accepted and found.share == generation.SHARES[2] == 0.75
     assert whole is not None and whole.share == 1 and whole.tau_before == found.tau_before
-    assert (found.old_before, found.old_after) == (2.0, 1.995) and found.tau_after != whole.tau_after
-    drafts = (store.checkpoint(1), other.checkpoint(2), store.checkpoint(2))
-    parent, trained, mixed = (load_file(draft / "model.safetensors") for draft in drafts)
-    assert torch.equal(mixed["fc.weight"].bfloat16(), parent["fc.weight"].bfloat16())
+    assert (found.old_before, found.old_after) == (2.0, 1.995) and whole.tau_before < found.tau_after != whole.tau_after
+    drafts = (Path(str(pair.draft)), other.checkpoint(1), store.checkpoint(1))
+    shipped, trained, mixed = (load_file(draft / "model.safetensors") for draft in drafts)
+    assert torch.equal(mixed["fc.weight"].bfloat16(), shipped["fc.weight"].bfloat16())
     name = "lm_head.weight"
-    wanted = 0.25 * parent[name].float() + 0.75 * trained[name].float()
+    wanted = 0.25 * shipped[name].float() + 0.75 * trained[name].float()
     assert torch.allclose(mixed[name].float(), wanted, rtol=2**-7, atol=1e-4)
-    assert not torch.equal(parent[name], trained[name])
+
+
+@pytest.mark.rare
+def test_the_parent_of_a_mixture_is_the_draft_that_serves(
+    store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the shipped one. A mixture that has nothing of the trained draft is its parent."""
+    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
+    monkeypatch.setattr(generation, "KEPT_OF_OLD", 0.0)
+    monkeypatch.setattr(generation, "STEPS", 12)
+    read = read_lesson(store, (0, 0))
+    assert learner(store, pair).learn(read) is not None
+    store.write_state(ServingState(1))
+    monkeypatch.setattr(generation, "SHARES", (0.0,))
+    assert learner(store, pair).learn(read) is not None
+    shipped, parent, mixed = (
+        load_file(place / "model.safetensors")["lm_head.weight"].bfloat16()
+        for place in (Path(str(pair.draft)), store.checkpoint(1), store.checkpoint(2))
+    )
+    assert torch.equal(mixed, parent) and not torch.equal(parent, shipped)
 
 
 @pytest.mark.rare

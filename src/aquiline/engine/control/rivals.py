@@ -281,13 +281,12 @@ class Rivals:
         self._due_ms = is_settled * COUNTED_STEPS * self._rivalry.step_ms
         if self.number == PLANNED:
             self._choice = None
-        else:
-            levels, most = CHAIN_LEVELS[self.number], min(REPLAN_STEPS, self._rivalry.num_left)
-            if self._choice is None or self._is_first:
-                decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
-                self._choice = StepChoice(decodes, (), most)
-            elif self._choice.most_steps != most:
-                self._choice = self._choice._replace(most_steps=most)
+            return None
+        if self._choice is None or self._is_first:
+            levels = CHAIN_LEVELS[self.number]
+            decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
+            self._choice = StepChoice(decodes, (), 1)
+        self._choice = self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
         return self._choice
 
     def add_step(self, num_tokens: int, ms: float) -> None:

@@ -70,8 +70,8 @@ def write_replay(store: LearningStore, pair: ResolvedPair) -> None:
         answered = write_texts(models, _prompts(models, first), room, TEMPERATURE * (number % 2), first)
         _write(_file(folder, number), answered)
     known = next((each for each in PAIRS.values() if each.is_here and each.target == pair.target), None)
-    judging = known and known.questions, KNOWN_PROMPTS
-    for name, (file, most) in {_KNOWN: judging, _TRAINED: (known and known.replay, None)}.items():
+    files = (known.questions, known.replay) if known else (None, None)
+    for name, file, most in zip((_KNOWN, _TRAINED), files, (KNOWN_PROMPTS, None), strict=True):
         if (folder / name).exists():
             continue
         prompts = _prompts_of(models, file)[:most] if file else []
