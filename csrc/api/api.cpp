@@ -297,16 +297,14 @@ const char* aq_available_isas(void) {
 int aq_select_isa(const char* name) {
   Lock lock(engine().mutex);
   if (name == nullptr) return use(best_isa()), 0;
-  for (const Isa& isa : isas()) {
-    if (!isa.available || strcmp(isa.name, name) != 0) continue;
-    AQ_REQUIRE(!isa.integer_tiles->has_registers || request_tile_registers(),
-               "isa=%s: the operating system does not grant tile registers; choose another one", name);
-    return use(&isa), 0;
-  }
+  for (const Isa& isa : isas())
+    if (isa.available && strcmp(isa.name, name) == 0) return use(&isa), 0;
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
 int aq_has_bf16_dot(void) { return has_dot() ? 1 : 0; }
+
+int aq_is_bf16_dot_faster(void) { return is_dot_faster() ? 1 : 0; }
 
 int aq_set_threads(int32_t threads) {
   AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);

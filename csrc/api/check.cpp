@@ -141,6 +141,15 @@ bool has_dot() {
   return has;
 }
 
+// Zen 4 and 5 do twice the products of float32 by it, a Granite Rapids three quarters.
+bool is_dot_faster() {
+#if defined(__x86_64__)
+  return has_dot() && __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 int fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);

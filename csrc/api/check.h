@@ -6,7 +6,8 @@
 
 namespace aq {
 
-bool has_dot();  // whether this CPU and build have the dot product of dot.cpp
+bool has_dot();        // whether this CPU and build have the dot product of dot.cpp
+bool is_dot_faster();  // and whether it is faster than float32
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();
 

@@ -39,6 +39,16 @@ bool has_tile_registers() {
   constexpr unsigned kSaved = 3u << 17, kTilesAndBytes = 3u << 24;
   return (low & kSaved) == kSaved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTilesAndBytes) == kTilesAndBytes;
 }
+
+// Asks the operating system to save the contents of the tile registers, for all threads of the process.
+bool grants_tile_registers() {
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023, kContents = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kContents) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 const Isa* first_available(const std::vector<Isa>& isas) {
@@ -47,7 +57,7 @@ const Isa* first_available(const std::vector<Isa>& isas) {
   return nullptr;  // not reached: the portable kernels are always available
 }
 
-// The best first, but behind them those that are chosen by name only.
+// The best first, but behind them the twin, which is chosen by name only.
 std::vector<Isa> detect() {
   std::vector<Isa> isas;
 #if defined(__x86_64__)
@@ -59,6 +69,8 @@ std::vector<Isa> detect() {
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool vnni = wide && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 11)) != 0;
   const bool short_vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
+  const bool amx = fma && vnni && amx::kIntegerTiles.has_registers && has_tile_registers();
+  isas.push_back({"amx", &avx512::kKernels, &amx::kIntegerTiles, amx && grants_tile_registers()});
   isas.push_back({"avx512_vnni", &avx512::kKernels, &avx512_vnni::kIntegerTiles, fma && vnni});
   isas.push_back({"avx512", &avx512::kKernels, &avx2::kIntegerTiles, fma && wide});
   isas.push_back({"avx_vnni", &avx2::kKernels, &avx_vnni::kIntegerTiles, fma && short_vnni});
@@ -68,10 +80,6 @@ std::vector<Isa> detect() {
   isas.push_back({"neon", &neon::kKernels, &neon::kIntegerTiles, true});
 #endif
   isas.push_back({"portable", &portable::kKernels, &portable::kIntegerTiles, true});
-#if defined(__x86_64__)
-  const bool amx = fma && vnni && amx::kIntegerTiles.has_registers && has_tile_registers();
-  isas.push_back({"amx", &avx512::kKernels, &amx::kIntegerTiles, amx});
-#endif
   isas.push_back({"amx_twin", first_available(isas)->kernels, &amx_twin::kIntegerTiles, true});
   return isas;
 }
@@ -84,14 +92,5 @@ const std::vector<Isa>& isas() {
 }
 
 const Isa* best_isa() { return first_available(isas()); }
-
-bool request_tile_registers() {
-#if defined(__x86_64__) && defined(__linux__)
-  constexpr int kRequest = 0x1023, kContents = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequest, kContents) == 0;
-#else
-  return false;
-#endif
-}
 
 }  // namespace aq

@@ -13,10 +13,8 @@ struct Isa {
   bool available;
 };
 
-// The best first, and behind them those that are chosen by name only.
+// The best first, and behind them the registers' twin, which is chosen by name only.
 const std::vector<Isa>& isas();
 const Isa* best_isa();
-// Asks the operating system to save the contents of AMX's tile registers, for all threads of the process.
-bool request_tile_registers();
 
 }  // namespace aq

@@ -84,7 +84,7 @@ struct IntegerTiles {
   CodedBlock attention;
   bool has_registers;  // of AMX, which the kernel has to grant
 };
-constexpr int kWideFrom = 12;  // below, a prototype's tile registers were slower than dot products
+constexpr int kWideFrom = 13;  // below, dot products are as fast on a Granite Rapids, or faster
 extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
 
 // block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.

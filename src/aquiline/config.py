@@ -112,7 +112,7 @@ class PairConfig:
         "auto", "Storage of the draft's weights; auto: the target's, int4 beside packed ones.", MODEL
     )
     arithmetic: str = setting(
-        "auto", "float32; bfloat16, faster where the CPU has AVX512_BF16; int8 for int8, int4 and packed weights, "
+        "auto", "float32; bfloat16, faster on AMD's CPUs with AVX512_BF16; int8 for int8, int4 and packed weights, "
         "fastest; auto: by the storage and the CPU, always the same.", MODEL,
     )  # fmt: skip
     kv_dtype: str = setting(
@@ -361,9 +361,9 @@ class EngineConfig:
         check(1 <= steps <= 64, "num_continuous_decode_steps", steps, "must be from 1, which lets none run on, to 64")
 
 
-ISAS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable", "amx", "amx_twin")
+ISAS = ("amx", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dot", "neon", "portable", "amx_twin")
 """Instruction sets that the native library has kernels for, the best of each machine first. All give the same bits. The
-last two run only where they are named: AMX, whose speed is not measured, and its slow twin for tests."""
+last one runs only where it is named: AMX's slow twin, for tests."""
 
 
 @dataclass(frozen=True)

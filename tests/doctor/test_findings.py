@@ -46,7 +46,6 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"isa": "off", "torch_problem": "none"}, "error", "nothing can run a model", "'aquiline[torch]'"),
     ({"newer_source": "csrc/a.h"}, "warning", "may be stale: csrc/a.h", "pip install"),
     ({"library": replace(LIBRARY, isa="avx2")}, "warning", "this CPU has avx512", "unset AQUILINE_ISA"),
-    ({"library": replace(LIBRARY, isa="amx")}, "warning", "this CPU has avx512, which gives the same bits, and", "un"),
     ({"library": LibraryTrial(None, False, "portable", ("portable",))}, "notice", "portable kernels", "machine"),
     ({"library": LibraryTrial(None, False, "portable", ("portable", "amx_twin"))}, "notice", "portable ker", "machine"),
     ({"huge_pages": "never"}, "warning", "huge pages are off", "echo madvise"),

@@ -59,8 +59,8 @@ def test_the_two_differ() -> None:
 
 
 def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_dot, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(native_weights, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
+    for is_faster, expected in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(native_weights, "is_bf16_dot_faster", lambda is_faster=is_faster: is_faster)
         assert resolve_arithmetic("auto", "bfloat16") == expected
         assert resolve_arithmetic("auto", "float32") == resolve_arithmetic("auto", "float16") == "float32"
         for dtype in ("int8", "int4", "packed"):

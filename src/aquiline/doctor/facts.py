@@ -40,7 +40,7 @@ FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx_vnni", "avx512_bf16",
     "amx_int8", "asimd", "asimddp",
 )  # fmt: skip
-"""Instruction sets, as the kernel names them, that inference can gain from. For AMX there are no kernels here."""
+"""Instruction sets, as the kernel names them, that inference can gain from."""
 LACKING = {
     "serve": "aquiline serve",
     "torch": "the torch path: GPUs, widths that are no multiples of 16, machines without the native library",

@@ -59,8 +59,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     """Whether the kernels are the fastest that this CPU runs, and read their weights through huge pages."""
     isa, isas, cost = facts.library.isa, facts.library.isas, "which costs 10 % or more of a step"
     if facts.is_native and isa != isas[0]:
-        when = ", and AMX's speed is not measured" if isa == "amx" else " sooner"
-        what = f"AQUILINE_ISA={isa}: this CPU has {isas[0]}, which gives the same bits{when}"
+        what = f"AQUILINE_ISA={isa}: this CPU has {isas[0]}, which gives the same bits sooner"
         yield Finding("warning", what, "unset AQUILINE_ISA")
     if isas[:1] == ("portable",):
         what = "the portable kernels run, several times slower: this CPU has neither AVX2 nor NEON"

@@ -345,6 +345,10 @@ class Library:
         """Whether this CPU and this build have the bfloat16 dot product."""
         return bool(self._dll.aq_has_bf16_dot())
 
+    def is_bf16_dot_faster(self) -> bool:
+        """Whether they have it, and multiply faster by it than in float32."""
+        return bool(self._dll.aq_is_bf16_dot_faster())
+
     def packed_bytes(self, n: int, k: int, dtype: int) -> int:
         """Size of a packed weight. Raises NativeError for a dtype that no format has."""
         num_bytes = int(self._dll.aq_packed_bytes(n, k, dtype))

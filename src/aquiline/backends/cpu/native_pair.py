@@ -45,13 +45,13 @@ ON_CODES = (PACKED, *QUANTISED)
 
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
     """The arithmetic over weights stored as `dtype`. "auto" goes by a table, never by timing: int8 for weights of
-    codes, on every CPU; bfloat16 for bfloat16 weights where the CPU has the dot product; float32 for all else.
+    codes, on every CPU; bfloat16 for bfloat16 weights where the CPU is faster in it; float32 for all else.
 
     Raises ValueError, naming the fix, for an arithmetic that cannot run."""
     if arithmetic == "auto":
         if dtype in ON_CODES:
             return "int8"
-        return "bfloat16" if dtype == "bfloat16" and native_weights.has_bf16_dot() else "float32"
+        return "bfloat16" if dtype == "bfloat16" and native_weights.is_bf16_dot_faster() else "float32"
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, {', '.join(ARITHMETICS)}")
     if arithmetic == "int8" and dtype not in ON_CODES:

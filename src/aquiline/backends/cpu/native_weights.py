@@ -30,6 +30,11 @@ def has_bf16_dot() -> bool:
     return library().has_bf16_dot()
 
 
+def is_bf16_dot_faster() -> bool:
+    """Whether they can, and are faster than in float32: on AMD's CPUs. Intel's have three quarters of its rate."""
+    return library().is_bf16_dot_faster()
+
+
 _CODES = {"float32": native.FLOAT32, "bfloat16": native.BFLOAT16, "float16": native.FLOAT16}
 
 
