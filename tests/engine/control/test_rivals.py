@@ -131,10 +131,20 @@ def test_drafting_must_bring_something_beside_none() -> None:
     assert found.turns[8_000:].count(NONE) > 0.9 * 4_000
 
 
+@pytest.mark.parametrize("num_nodes, goes_on", [(0.0, NONE), (1.0, PLANNED)])
+def test_none_takes_over_after_one_turn_where_nothing_is_planned(num_nodes: float, goes_on: int) -> None:
+    """It does the same for less, and no text makes either seem faster. Where drafts are planned 2 % are no lead yet."""
+    rates = (1.0, 1.02, 0.7)
+    found = played(Rivalry(1.0, 8, can_draft=True), lambda _: rates, 200, noise=0.0, change=0.0, num_nodes=num_nodes)
+    begin = found.turns.index(NONE)
+    assert found.turns[begin + TURN_STEPS // 8 + 1] == goes_on
+    assert (begin == TURN_STEPS // 8) == (goes_on == NONE), "it does not wait where nothing is planned"
+
+
 def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:
     """One sequence's text may make 20 % in a turn, so 15 % are no lead yet, but they are worth a second look."""
     rates = (1.0, 1.15, 0.7)
-    turns = played(Rivalry(1.0, 1, can_draft=False), lambda _: rates, 200, noise=0.0, change=0.0, num_nodes=0.0).turns
+    turns = played(Rivalry(1.0, 1, can_draft=False), lambda _: rates, 200, noise=0.0, change=0.0).turns
     first = turns.index(NONE)
     gap = turns[first:].index(PLANNED), turns[first:].index(NONE, TURN_STEPS // 8)
     assert gap == (TURN_STEPS // 8, 2 * TURN_STEPS // 8)
@@ -176,6 +186,20 @@ def calls_until(ours: Rivals, plan: StepPlan, number: int) -> int:
             return calls
         ours.add_step(len(mine), 1.0)
     raise AssertionError(f"rival {number} had no turn")
+
+
+def test_longer_texts_do_not_make_a_rival_seem_slower() -> None:
+    """A turn meets other contexts than the steps that it is compared with."""
+    costs = StepCosts(CostTable(*(times_by_rows([(1, 1.0), (64, 1.1)]) for _ in range(3)), keys=((10_000.0, 0.5),)))
+    ours, mine = Rivals(), tuple(sequence_of(slot=slot) for slot in range(8))
+    plan = StepPlan(decoding=mine)
+    for _ in range(1_000):
+        ours.begin_call(plan, mine, costs, PLAN)
+        ours.add_step(8, costs.plain_ms(8, float(sum(len(s.tokens) for s in mine))))
+        for sequence in mine:
+            sequence.tokens.append(1)
+    assert ours._rivalry._gains == pytest.approx([0.0] * len(CHAIN_LEVELS), abs=0.02)
+    assert sum(ours._rivalry._turns) >= 3
 
 
 def test_a_fixed_setting_is_chosen_for_all_until_its_turn_ends() -> None:

@@ -157,6 +157,11 @@ class StepCosts:
         reads keys_each of all `keys`."""
         return [self.verify(rows + n, keys, keys + n * keys_each) for n in range(most + 1)]
 
+    def plain_ms(self, rows: int, keys: float) -> float:
+        """A forward of one row for each of that number of sequences, as the table has it: what is learnt moves. keys:
+        of all of them."""
+        return ms_at(self.table.verify, rows) + self._one_row_keys(keys)
+
     @property
     def after_ms(self) -> float:
         """How much longer a forward takes behind the draft's passes, whose weights are in the caches now."""

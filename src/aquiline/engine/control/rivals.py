@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from aquiline.backends.base import Decode
 from aquiline.engine.control.acceptance import pool_number
 from aquiline.engine.control.choices import PLAIN, chain_of
-from aquiline.engine.control.costs import StepCosts, ms_at
+from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import DraftingPlan
 from aquiline.engine.control.plans import REPLAN_STEPS
 from aquiline.engine.pipeline import StepChoice
@@ -66,7 +66,8 @@ class Rivalry:
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
         self.step_ms = step_ms
-        self._noise = TURN_NOISE + TEXT_NOISE / math.sqrt(num_sequences)
+        self._text_noise = TEXT_NOISE / math.sqrt(num_sequences)
+        self._is_idle = False  # planned drafting is the fastest, and drafts nothing: none does the same for less
         count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
         self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
         self._last_turns = [0] * count  # the number of each one's last turn
@@ -95,11 +96,12 @@ class Rivalry:
     def begin_call(self, speedup: float, num_nodes: float) -> int:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
-        turns = self._ms / (TURN_STEPS * self.step_ms)
+        turns, self._is_idle = self._ms / (TURN_STEPS * self.step_ms), num_nodes < 0.5 and self.fastest == PLANNED
+        is_free = self._is_idle and not self._turns[NONE]
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
-        elif self._num_timed >= TURN_STEPS and turns >= self._wait:
+        elif self._num_timed >= TURN_STEPS and (turns >= self._wait or is_free):
             self._wait = turns + 1.0  # if none begins
             self._try_another(turns, speedup, num_nodes)
         return self.current
@@ -157,7 +159,11 @@ class Rivalry:
     def _hope(self, rival: int) -> float:
         """A gain that the rival may well have."""
         turns = min(TURN_MEMORY, self._turns[rival])
-        return self._gains[rival] + self._noise / math.sqrt(turns) if turns else math.inf
+        return self._gains[rival] + self._noise(rival) / math.sqrt(turns) if turns else math.inf
+
+    def _noise(self, rival: int) -> float:
+        """By how much the rival may seem faster than the fastest in a turn without being so."""
+        return TURN_NOISE if self._is_idle and rival == NONE else TURN_NOISE + self._text_noise
 
     def _expected_cost(self, rival: int, speedup: float) -> float:
         """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
@@ -175,7 +181,7 @@ class Rivalry:
     def _lead(self, rival: int) -> float:
         """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
         number = min(TURN_MEMORY, self._turns[rival])
-        return (self._value(rival) - self._value(self.fastest)) * math.sqrt(number) / self._noise
+        return (self._value(rival) - self._value(self.fastest)) * math.sqrt(number) / self._noise(rival)
 
     def _value(self, rival: int) -> float:
         return self._gains[rival] + LEAST_GAIN * (rival == NONE)
@@ -270,13 +276,14 @@ class Rivals:
         if not is_same:
             self._mine, self._choice = mine, None
             self._rivalry = self._rivalry_of(plan, mine, costs)
-        count, table = len(plan.decoding), costs.table.verify  # as it was measured: what is learnt meanwhile moves
+        count, keys = len(plan.decoding), float(sum([len(s.tokens) for s in plan.decoding]))
         before = self.number
         num_nodes = planned.num_rows / count - 1.0 if planned.planned_rate else 0.0
         self.number = self._rivalry.begin_call(planned.speedup, num_nodes)
         self._is_first = self.number != before
-        self._token_ms = ms_at(table, count) / count
-        self._chunk_ms = ms_at(table, count + plan.num_chunk_rows) - ms_at(table, count) if plan.chunks else 0.0
+        plain_ms = costs.plain_ms(count, keys)
+        self._token_ms = plain_ms / count
+        self._chunk_ms = costs.plain_ms(count + plan.num_chunk_rows, keys) - plain_ms if plan.chunks else 0.0
         is_settled = not (self._is_first or self.is_trying or plan.chunks)
         self._due_ms = is_settled * COUNTED_STEPS * self._rivalry.step_ms
         if self.number == PLANNED:
