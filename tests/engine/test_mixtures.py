@@ -90,9 +90,10 @@ def test_logits_and_greedy_text_equal_transformers(layout: str, is_gguf: bool, t
 @pytest.mark.rare
 @pytest.mark.parametrize("layout", ["gpt_oss", "mxfp4"])
 def test_logits_past_the_rotations_first_context_equal_transformers(layout: str, tmp_path: Path) -> None:
-    """Positions past 4,096, where YaRN begins to matter, and windows of 128 on the even layers."""
+    """Positions past 4,096, where YaRN begins to matter, and windows of 128 on the even layers. No two experts of this
+    text are nearer than 1e-5: some CPU's sums would choose the other one, and later rows see what it wrote."""
     model = write(tmp_path, layout, **FULL)
-    text = np.random.default_rng(1).integers(1, 96, 4200).tolist()
+    text = np.random.default_rng(2).integers(1, 96, 4200).tolist()
     compare(model, logits_of(loaded(tmp_path), text), text, layout)
 
 
