@@ -59,9 +59,9 @@ class Rivalry:
     """The rivals at one load. current, fastest: the numbers of the one whose turn it is, and of the fastest one;
     step_ms: the time of a step without prompts, on average.
 
-    Sequences and prompts come and go, so the time of a step is compared with what plain decoding should take for the
-    same tokens and the same prompt rows, its worth, and that with the pace of the fastest: milliseconds in which it
-    does a millisecond's worth, in steps with prompts and in others."""
+    Sequences and prompts come and go and texts grow, so the time of a step is compared with what plain decoding should
+    take for the same tokens behind these contexts and the same prompt rows, its worth, and that with the pace of the
+    fastest: milliseconds in which it does a millisecond's worth, in steps with prompts and in others."""
 
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
