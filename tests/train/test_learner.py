@@ -53,6 +53,14 @@ def store(pair: PairConfig, served: list[Served], tmp_path: Path, monkeypatch: p
     return write_store(tmp_path / "learnt", pair, served)
 
 
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every generation is accepted, whatever it has learnt in a few steps."""
+    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
+    monkeypatch.setattr(generation, "KEPT_OF_OLD", 0.0)
+    monkeypatch.setattr(generation, "STEPS", 12)
+
+
 def learner(store: LearningStore, pair: PairConfig) -> Learner:
     return Learner(store, ResolvedPair.of(pair))
 
@@ -172,13 +180,11 @@ def test_a_draft_that_forgets_is_mixed_with_its_parent(
 
 
 @pytest.mark.rare
+@pytest.mark.usefixtures("accepted")
 def test_the_parent_of_a_mixture_is_the_draft_that_serves(
     store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the shipped one. A mixture that has nothing of the trained draft is its parent."""
-    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
-    monkeypatch.setattr(generation, "KEPT_OF_OLD", 0.0)
-    monkeypatch.setattr(generation, "STEPS", 12)
     read = read_lesson(store, (0, 0))
     assert learner(store, pair).learn(read) is not None
     store.write_state(ServingState(1))
@@ -202,14 +208,11 @@ def test_of_a_refused_draft_the_figures_stay(
 
 
 @pytest.mark.rare
+@pytest.mark.usefixtures("accepted")
 def test_the_weights_of_old_generations_go_but_not_those_that_serve(
     store: LearningStore, pair: PairConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every generation is accepted, whatever it has learnt."""
-    monkeypatch.setattr(generation, "paired_interval", lambda before, after: (1.1, 1.2))
-    monkeypatch.setattr(generation, "KEPT_OF_OLD", 0.0)
     monkeypatch.setattr(generation, "NUM_KEPT", 1)
-    monkeypatch.setattr(generation, "STEPS", 12)
     own = learner(store, pair)
     for number in (1, 2, 3):
         found = own.learn(read_lesson(store, (0, 0)))

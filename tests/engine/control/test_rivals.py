@@ -144,7 +144,7 @@ def test_none_takes_over_after_one_turn_where_nothing_is_planned(num_nodes: floa
 def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:
     """One sequence's text may make 20 % in a turn, so 15 % are no lead yet, but they are worth a second look."""
     rates = (1.0, 1.15, 0.7)
-    turns = played(Rivalry(1.0, 1, can_draft=False), lambda _: rates, 200, noise=0.0, change=0.0).turns
+    turns = played(Rivalry(1.0, 1, can_draft=False), lambda _: rates, 200, noise=0.0, change=0.0, num_nodes=0.0).turns
     first = turns.index(NONE)
     gap = turns[first:].index(PLANNED), turns[first:].index(NONE, TURN_STEPS // 8)
     assert gap == (TURN_STEPS // 8, 2 * TURN_STEPS // 8)

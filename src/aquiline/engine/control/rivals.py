@@ -67,7 +67,6 @@ class Rivalry:
         self.current = self.fastest = PLANNED
         self.step_ms = step_ms
         self._text_noise = TEXT_NOISE / math.sqrt(num_sequences)
-        self._can_draft = can_draft
         self._is_idle = False  # planned drafting is the fastest, and drafts nothing: none does the same for less
         count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
         self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
@@ -98,7 +97,7 @@ class Rivalry:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
         turns = self._ms / (TURN_STEPS * self.step_ms)
-        self._is_idle = self._can_draft and num_nodes < 0.5 and self.fastest == PLANNED
+        self._is_idle = len(self._gains) > FIRST_CHAIN and num_nodes < 0.5 and self.fastest == PLANNED
         is_free = self._is_idle and not self._turns[NONE]
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
