@@ -49,7 +49,7 @@ INTEGER = {
 }
 """By family: instruction sets with integer dot products, their flags, and the header of csrc/simd."""
 
-TILES = {"x86": {"amx": ([*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"], "avx512.h")}}
+TILES = {"x86": {"amx": ([*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"], "avx512.h")}}
 """By family: instruction sets with tile registers, as INTEGER. Every machine has their twin "amx_twin" besides."""
 
 DOT = {"x86": [*AVX512, "-mavx512bf16"]}

@@ -302,9 +302,13 @@ int aq_select_isa(const char* name) {
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
-int aq_has_bf16_dot(void) { return has_dot() ? 1 : 0; }
+int aq_computes(int32_t dtype) {
+  bool computes = false;
+  host::with_format(dtype, [&](auto format) { computes = format.check_cpu("dtype") == 0; });
+  return computes ? 1 : 0;
+}
 
-int aq_is_bf16_dot_faster(void) { return is_dot_faster() ? 1 : 0; }
+int32_t aq_fastest_bf16(void) { return fastest_bf16(); }
 
 int aq_set_threads(int32_t threads) {
   AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);
@@ -520,7 +524,7 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
              "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries,
              kv->num_kv_heads);
   AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
-  const bool is_dot = host::takes_rounded(arithmetic);
+  const bool is_dot = host::is_dot(arithmetic);
   AQ_REQUIRE(is_dot ? has_dot() && host::holds_rounded(kv->dtype) : arithmetic == 0,
              "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in 16 bits where the CPU has it",
              arithmetic);

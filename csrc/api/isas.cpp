@@ -31,13 +31,14 @@ bool has_byte_dot() {
 #endif
 
 #if defined(__x86_64__)
-// Whether the CPU has AMX's tile registers and products of bytes, and the operating system knows the registers.
+// Whether the CPU has AMX's tile registers and their products of bytes and of bfloat16, and the operating system knows
+// the registers.
 bool has_tile_registers() {
   unsigned a = 0, b = 0, c = 0, d = 0, low = 0, high = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0) return false;
   asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  constexpr unsigned kSaved = 3u << 17, kTilesAndBytes = 3u << 24;
-  return (low & kSaved) == kSaved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTilesAndBytes) == kTilesAndBytes;
+  constexpr unsigned kSaved = 3u << 17, kAmx = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, registers, bytes
+  return (low & kSaved) == kSaved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmx) == kAmx;
 }
 
 // Asks the operating system to save the contents of the tile registers, for all threads of the process.

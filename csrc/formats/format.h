@@ -44,6 +44,7 @@ struct Format {
   static constexpr int kScaleBytes = 0;  // per output, behind all steps
   static constexpr size_t kUnitsFrom = 0;  // bytes of a step before its units
   static constexpr bool kIsApart = false;  // its tiles need instructions of their own: dot.cpp
+  static constexpr bool kIsTiled = false;  // its tiles need tile registers: pair_tiles.h
   static constexpr bool kIsUnpacked = false;  // its weights are unpacked to float32 and then multiplied: unpack.h
   // What the sums are multiplied with, [n]; NULL for nothing.
   AQ_INLINE const float* output_scale(const AqLinear&) { return nullptr; }
@@ -84,6 +85,7 @@ template <int code> struct FormatOf {
 #define AQ_FORMAT(code, type)         \
   template <> struct FormatOf<code> { \
     using Type = type;                \
-  };
+  };                                  \
+  constexpr int code_of(type) { return code; }
 
 }  // namespace AQ_NAMESPACE

@@ -2,6 +2,7 @@
 #pragma once
 #include "bfloat16.h"
 #include "bfloat16_dot.h"
+#include "bfloat16_tiles.h"
 #include "float16.h"
 #include "float32.h"
 #include "gguf256.h"
@@ -57,8 +58,8 @@ AQ_INLINE bool is_in_blocks(int dtype) {
   return with_blocks(dtype, [](auto) {});
 }
 
-// What linears stored as dtype multiply: float32, inputs rounded to bfloat16 as in the second arithmetic, or to
-// integers as in the third.
+// What linears stored as dtype multiply: float32, inputs rounded to bfloat16 as in the second and fourth arithmetic, or
+// to integers as in the third.
 template <class Input> AQ_INLINE bool takes(int dtype) {
   bool same = false;
   with_format(dtype, [&](auto format) { same = kIsSame<typename decltype(format)::Input, Input>; });
@@ -66,6 +67,17 @@ template <class Input> AQ_INLINE bool takes(int dtype) {
 }
 AQ_INLINE bool takes_rounded(int dtype) { return takes<Pair>(dtype); }
 AQ_INLINE bool takes_codes(int dtype) { return takes<Codes>(dtype); }
+// Whether linears stored as dtype are of the second arithmetic, or of the fourth.
+AQ_INLINE bool is_dot(int dtype) {
+  bool is = false;
+  with_format(dtype, [&](auto format) { is = format.kIsApart; });
+  return is;
+}
+AQ_INLINE bool is_tiled(int dtype) {
+  bool is = false;
+  with_format(dtype, [&](auto format) { is = format.kIsTiled; });
+  return is;
+}
 // Whether keys and values of dtype are stored as Key.
 template <class Key> AQ_INLINE bool holds(int dtype) {
   bool same = false;

@@ -44,7 +44,7 @@ AQ_INLINE Tiling tiling_of(const AqLinear& linear) {
     using F = decltype(format);
     using Input = typename F::Input;
     constexpr int kPerInput = kIsSame<Input, Codes> ? 32 : kIsSame<Input, Pair> ? 2 : 1;
-    if constexpr (kIsSame<Input, Codes>) tiling.tile = aq::integer_tiles->of(linear.dtype);
+    if constexpr (kIsSame<Input, Codes> || F::kIsTiled) tiling.tile = aq::integer_tiles->of(linear.dtype);
     else if constexpr (F::kIsApart) tiling.tile = aq::dot_tile;
     else if constexpr (F::kIsUnpacked) tiling.tile = unpacked_tile<F>;
     else tiling.tile = typed_tile<F>;

@@ -1,10 +1,13 @@
-// What integer.cpp has, over tile registers where rows are many: compiled for AMX, and for the registers' twin.
+// What integer.cpp has, over tile registers where rows are many, and the tile of the fourth arithmetic: compiled for AMX,
+// and for the registers' twin.
 #include "attention_tiles.h"
 #include "integer_tiles.h"
+#include "pair_tiles.h"
 
 namespace AQ_NAMESPACE {
 
 static aq::TileFunction tile_of(int dtype) {
+  if (is_tiled(dtype)) return pair_tile;
   return integer_tile_of(dtype, [](auto format) { return wide_tile<decltype(format)>; });
 }
 

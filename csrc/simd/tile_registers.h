@@ -1,4 +1,5 @@
-// Tile registers of AMX: eight matrices of at most 16 rows of 64 bytes, which integer products of bytes are summed in.
+// Tile registers of AMX: eight matrices of at most 16 rows of 64 bytes, which products of bytes and of pairs of bfloat16
+// are summed in.
 // Where the compiler is told of none, their twin computes the same in plain arrays, and traps where a CPU would fault.
 //
 //   TileRegisters t(shapes)      gives each register its shape and zeros, for as long as t lives
@@ -7,6 +8,9 @@
 //   t.store<C>(p, stride)
 //   t.add_products<C, A, B, S>() C[m][n] += A[m][4 k + j] * B[k][n][j] over k and j < 4: 32-bit words of C, bytes of A
 //                                and B, of which A's are signed and B's unsigned or, if S is kWeighted, the other way
+//   t.add_pairs<C, A, B>()       C[m][n] += (e + o): floats of C, e the sum of A[m][2 k] * B[k][n][0] over k in order by
+//                                fused multiply-adds, o that of A[m][2 k + 1] * B[k][n][1], bfloat16 of A and B; what is
+//                                subnormal is 0
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -49,6 +53,24 @@ class TileRegisters {
     if (S == kCodes) asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
     else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
+  template <int C, int A, int B> AQ_MEMBER void add_pairs() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
+};
+
+// While it lives, other operations too take what is subnormal for 0, as add_pairs does.
+class Flushing {
+ public:
+  AQ_MEMBER Flushing() {
+    asm volatile("stmxcsr %0" : "=m"(before_)::"memory");
+    constexpr uint32_t kToZero = 1u << 15, kAreZero = 1u << 6;
+    const uint32_t flushing = before_ | kToZero | kAreZero;
+    asm volatile("ldmxcsr %0" ::"m"(flushing) : "memory");
+  }
+  AQ_MEMBER ~Flushing() { asm volatile("ldmxcsr %0" ::"m"(before_) : "memory"); }
+
+ private:
+  uint32_t before_;
 };
 #else
 constexpr bool kHasTileRegisters = false;
@@ -65,9 +87,7 @@ class TileRegisters {
     for (int r = 0; r < shapes_.rows[used(T)]; r++) memcpy((char*)p + r * stride, registers_[T][r], shapes_.bytes[T]);
   }
   template <int C, int A, int B, Signs S> __attribute__((noinline)) void add_products() {
-    const int rows = shapes_.rows[used(C)], words = shapes_.rows[used(B)], lanes = shapes_.bytes[C] / 4;
-    if (shapes_.rows[used(A)] != rows || shapes_.bytes[A] != words * 4 || shapes_.bytes[B] != lanes * 4)
-      __builtin_trap();
+    const int rows = checked<C, A, B>(), words = shapes_.rows[B], lanes = shapes_.bytes[C] / 4;
     for (int m = 0; m < rows; m++)
       for (int k = 0; k < words; k++)
         for (int n = 0; n < lanes; n++) {
@@ -78,8 +98,36 @@ class TileRegisters {
           memcpy(registers_[C][m] + 4 * n, &sum, sizeof sum);
         }
   }
+  template <int C, int A, int B> __attribute__((noinline)) void add_pairs() {
+    const int rows = checked<C, A, B>(), words = shapes_.rows[B], lanes = shapes_.bytes[C] / 4;
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < lanes; n++) {
+        float parts[2] = {};
+        for (int k = 0; k < words; k++) {
+          const uint32_t a = word_at(registers_[A][m] + 4 * k), b = word_at(registers_[B][k] + 4 * n);
+          parts[0] = flushed(__builtin_fmaf(float_of(a << 16), float_of(b << 16), parts[0]));
+          parts[1] = flushed(__builtin_fmaf(float_of(a & 0xffff0000u), float_of(b & 0xffff0000u), parts[1]));
+        }
+        const float both = flushed(parts[0] + parts[1]);
+        const float sum = flushed(float_of(word_at(registers_[C][m] + 4 * n)) + both);
+        memcpy(registers_[C][m] + 4 * n, &sum, sizeof sum);
+      }
+  }
 
  private:
+  // The rows of a product of these registers, whose shapes have to fit.
+  template <int C, int A, int B> int checked() const {
+    const int rows = shapes_.rows[used(C)], words = shapes_.rows[used(B)], lanes = shapes_.bytes[C] / 4;
+    if (shapes_.rows[used(A)] != rows || shapes_.bytes[A] != words * 4 || shapes_.bytes[B] != lanes * 4)
+      __builtin_trap();
+    return rows;
+  }
+  static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
+  static float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return flushed(x);
+  }
   static uint32_t word_at(const uint8_t* p) {
     uint32_t word;
     memcpy(&word, p, sizeof word);
@@ -92,6 +140,8 @@ class TileRegisters {
   const TileShapes shapes_;
   alignas(64) uint8_t registers_[kTileRegisters][kTileRegisterRows][kTileBytes];
 };
+
+class Flushing {};  // not used: the twin is for tile registers alone
 #endif
 
 }  // namespace AQ_NAMESPACE

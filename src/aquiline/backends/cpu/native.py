@@ -25,10 +25,12 @@ BLOCKS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_n
 FORMATS = (
     "float32", "bfloat16", "bfloat16_dot", "int8", "int4", "float16",
     *BLOCKS, *(f"{name}_dot" for name in BLOCKS), "int8_dot", "int4_dot", "mxfp4", "mxfp4_dot",
+    "bfloat16_tiles",
 )  # fmt: skip
 """Storage formats; a format's code is its place in this list."""
 
 FLOAT32, BFLOAT16, BFLOAT16_DOT, INT8, INT4, FLOAT16 = range(6)
+BFLOAT16_TILES = FORMATS.index("bfloat16_tiles")
 ACTIVATIONS = ("swiglu", "clamped", "geglu")
 """Activations of an MLP; an activation's code is its place in this list."""
 
@@ -300,7 +302,8 @@ class Library:
         for name, restype in (("aq_last_error", c_char_p), ("aq_isa", c_char_p), ("aq_available_isas", c_char_p)):
             getattr(dll, name).restype = restype
         dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
-        dll.aq_num_threads.restype = dll.aq_has_bf16_dot.restype = c_int32
+        for name in ("num_threads", "computes", "fastest_bf16"):
+            getattr(dll, f"aq_{name}").restype = c_int32
         dll.aq_open_batch.restype, dll.aq_open_batch.argtypes = c_void_p, [_P]
         dll.aq_open_index.restype, dll.aq_open_index.argtypes = c_void_p, [_I, _P]
         dll.aq_index_bytes.restype, dll.aq_index_bytes.argtypes = c_int64, [_P]
@@ -341,13 +344,13 @@ class Library:
         """Threads in use, the calling one included."""
         return int(self._dll.aq_num_threads())
 
-    def has_bf16_dot(self) -> bool:
-        """Whether this CPU and this build have the bfloat16 dot product."""
-        return bool(self._dll.aq_has_bf16_dot())
+    def computes(self, dtype: int) -> bool:
+        """Whether linears of this format can run in this build by the instruction set in use."""
+        return bool(self._dll.aq_computes(dtype))
 
-    def is_bf16_dot_faster(self) -> bool:
-        """Whether they have it, and multiply faster by it than in float32."""
-        return bool(self._dll.aq_is_bf16_dot_faster())
+    def fastest_bf16(self) -> int:
+        """The format in which bfloat16 weights are multiplied fastest."""
+        return int(self._dll.aq_fastest_bf16())
 
     def packed_bytes(self, n: int, k: int, dtype: int) -> int:
         """Size of a packed weight. Raises NativeError for a dtype that no format has."""

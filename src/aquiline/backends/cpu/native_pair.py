@@ -38,28 +38,29 @@ def configure(environment: Environment) -> None:
     calls.set_threads(environment.num_threads or usable_cores())
 
 
-ARITHMETICS = ("float32", "bfloat16", "int8")
+ARITHMETICS = ("float32", *native_weights.PAIRED, "int8")
 ON_CODES = (PACKED, *QUANTISED)
 """Storages that arithmetic int8 multiplies."""
 
 
 def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
     """The arithmetic over weights stored as `dtype`. "auto" goes by a table, never by timing: int8 for weights of
-    codes, on every CPU; bfloat16 for bfloat16 weights where the CPU is faster in it; float32 for all else.
+    codes, on every CPU; for bfloat16 weights the one in which this CPU is fastest; float32 for all else.
 
     Raises ValueError, naming the fix, for an arithmetic that cannot run."""
     if arithmetic == "auto":
         if dtype in ON_CODES:
             return "int8"
-        return "bfloat16" if dtype == "bfloat16" and native_weights.is_bf16_dot_faster() else "float32"
+        return native_weights.fastest_bf16() if dtype == "bfloat16" else "float32"
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, {', '.join(ARITHMETICS)}")
     if arithmetic == "int8" and dtype not in ON_CODES:
         raise ValueError(f"arithmetic='int8': needs a dtype of {', '.join(ON_CODES)}, and dtype is {dtype!r}")
-    if arithmetic == "bfloat16" and dtype != "bfloat16":
+    if arithmetic in native_weights.PAIRED and dtype != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
-    if arithmetic == "bfloat16" and not native_weights.has_bf16_dot():
-        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
+    if not native_weights.has_arithmetic(arithmetic):
+        needs = native_weights.NEEDS[arithmetic]
+        raise ValueError(f"arithmetic={arithmetic!r}: needs {needs}, and a build for it; use arithmetic='float32'")
     return arithmetic
 
 

@@ -25,14 +25,23 @@ def library() -> Library:
     return loaded
 
 
-def has_bf16_dot() -> bool:
-    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
-    return library().has_bf16_dot()
+PAIRED = {"bfloat16": native.BFLOAT16_DOT, "bfloat16_tiles": native.BFLOAT16_TILES}
+"""The library's codes of bfloat16 weights in the arithmetics that multiply pairs of rounded inputs."""
+NEEDS = {"bfloat16": "a CPU with AVX512_BF16", "bfloat16_tiles": "a CPU with AMX, and AQUILINE_ISA=amx or none"}
+"""What they run on, if the compiler of this build knows it."""
 
 
-def is_bf16_dot_faster() -> bool:
-    """Whether they can, and are faster than in float32: on AMD's CPUs. Intel's have three quarters of its rate."""
-    return library().is_bf16_dot_faster()
+def has_arithmetic(arithmetic: str) -> bool:
+    """Whether linears can run in this arithmetic: in this CPU, by the compiler of this build and by the instruction set
+    in use."""
+    return arithmetic not in PAIRED or library().computes(PAIRED[arithmetic])
+
+
+def fastest_bf16() -> str:
+    """The arithmetic in which bfloat16 weights are multiplied fastest: bfloat16 on AMD's CPUs; on Intel's, where that
+    has three quarters of the rate of float32, bfloat16_tiles or float32."""
+    found = library().fastest_bf16()
+    return next((arithmetic for arithmetic, code in PAIRED.items() if code == found), "float32")
 
 
 _CODES = {"float32": native.FLOAT32, "bfloat16": native.BFLOAT16, "float16": native.FLOAT16}
@@ -53,15 +62,15 @@ def kv_code(name: str, keys: Array) -> int:
     return codes[keys.dtype.name]
 
 
-def check_dot(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> None:
+def check_paired(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> None:
     """Raises ValueError or NativeError unless a linear can run in `arithmetic`, which is neither float32 nor int8."""
-    if arithmetic != "bfloat16":
-        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32', 'bfloat16' or 'int8'")
+    if arithmetic not in PAIRED:
+        raise ValueError(f"arithmetic={arithmetic!r}: must be 'float32', 'bfloat16', 'bfloat16_tiles' or 'int8'")
     if weight.kind != "bfloat16" or dtype is not None:
         found = dtype or weight.kind
-        raise ValueError(f"arithmetic='bfloat16': {name} is {found}, it needs weights stored in bfloat16")
-    if not has_bf16_dot():
-        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
+        raise ValueError(f"arithmetic={arithmetic!r}: {name} is {found}, it needs weights stored in bfloat16")
+    if not has_arithmetic(arithmetic):
+        raise NativeError(f"arithmetic={arithmetic!r}: needs {NEEDS[arithmetic]}, and a build for it; use 'float32'")
 
 
 class Arena:
@@ -161,8 +170,8 @@ def block_code(name: str, weight: Weight, arithmetic: str, dtype: str | None = N
     """The library's code of a weight in blocks. Codes of one type that differ by arithmetic stand for one layout."""
     if dtype is not None:
         raise ValueError(f"dtype={dtype!r}: {name} is in {weight.kind} blocks, which are not rounded again")
-    if arithmetic == "bfloat16":
-        raise ValueError(f"arithmetic='bfloat16': {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
+    if arithmetic in PAIRED:
+        raise ValueError(f"arithmetic={arithmetic!r}: {name} is in {weight.kind} blocks; use 'int8' or 'float32'")
     return native.FORMATS.index(weight.kind.lower() + ("_dot" if arithmetic == "int8" else ""))
 
 
@@ -175,8 +184,8 @@ def _source(name: str, weight: Weight, arithmetic: str, dtype: str | None) -> _P
         quantised = quantise(name, weight.values, dtype)
         return _PackInput(quantised.codes, quantised.scales, native.FORMATS.index(dtype + on_codes))
     if arithmetic not in ("float32", "int8"):
-        check_dot(name, weight, arithmetic, dtype)
-        code = native.BFLOAT16_DOT
+        check_paired(name, weight, arithmetic, dtype)
+        code = PAIRED[arithmetic]
     return _PackInput(weight.values, None, code)
 
 
