@@ -167,7 +167,8 @@ def bench_forward(
 
 def arithmetics() -> tuple[str, ...]:
     """What this CPU has."""
-    return ("float32", "bfloat16") if native_weights.has_bf16_dot() else ("float32",)
+    dot = ["bfloat16"] * native_weights.has_bf16_dot()
+    return tuple(dict.fromkeys(["float32", *dot, native_weights.fastest_bf16()]))
 
 
 def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:

@@ -80,4 +80,4 @@ def test_a_field_of_another_type_and_another_signature_are_refused(
 @needs_native
 def test_formats_are_the_librarys(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FORMATS", (*native.FORMATS[:-1], "float8"))
-    assert "storage format 27 is b'mxfp4_dot' there and 'float8' here" in native.load_from(copied).reason
+    assert "storage format 28 is b'bfloat16_tiles' there and 'float8' here" in native.load_from(copied).reason

@@ -302,13 +302,12 @@ int aq_select_isa(const char* name) {
   return fail("isa=%s: must be one of %s", name, aq_available_isas());
 }
 
-int aq_computes(int32_t dtype) {
-  bool computes = false;
-  host::with_format(dtype, [&](auto format) { computes = format.check_cpu("dtype") == 0; });
-  return computes ? 1 : 0;
-}
+int aq_has_bf16_dot(void) { return has_dot() ? 1 : 0; }
 
-int32_t aq_fastest_bf16(void) { return fastest_bf16(); }
+int32_t aq_fastest_bf16(void) {
+  Lock lock(engine().mutex);
+  return fastest_bf16();
+}
 
 int aq_set_threads(int32_t threads) {
   AQ_REQUIRE(threads >= 1 && threads <= 1024, "threads=%d: must be in [1, 1024]", threads);

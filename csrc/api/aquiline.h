@@ -115,8 +115,8 @@ const char* aq_format_name(int32_t code);    // of a storage format (formats/); 
 const char* aq_isa(void);                    // the instruction set in use: one of api.cpp's `detect`
 int aq_select_isa(const char* name);         // NULL: the best this CPU has
 const char* aq_available_isas(void);         // comma-separated, best first
-int aq_computes(int32_t dtype);  // whether linears of dtype can run in this build by the instruction set in use
-int32_t aq_fastest_bf16(void);   // the dtype in which bfloat16 weights are multiplied fastest
+int aq_has_bf16_dot(void);      // whether this CPU and build have the dot product of the second arithmetic
+int32_t aq_fastest_bf16(void);  // the dtype in which bfloat16 weights are multiplied fastest
 int aq_set_threads(int32_t threads);  // >= 1, the calling thread included
 int32_t aq_num_threads(void);
 

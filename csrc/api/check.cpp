@@ -141,8 +141,6 @@ bool has_dot() {
   return has;
 }
 
-bool has_tiles() { return integer_tiles->of(code_of(host::Bfloat16Tiles{})) != nullptr; }
-
 // Zen 4 and 5 do twice the products of float32 by the dot product, a Granite Rapids three quarters, and by tiles four
 // times as many.
 int fastest_bf16() {

@@ -6,8 +6,7 @@
 
 namespace aq {
 
-bool has_dot();    // whether this CPU and build have the dot product of dot.cpp
-bool has_tiles();  // whether the instruction set in use has tile registers, or their twin
+bool has_dot();      // whether this CPU and build have the dot product of dot.cpp
 int fastest_bf16();  // the code of the format in which bfloat16 weights are multiplied fastest
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();

@@ -1,11 +1,12 @@
 // What integer dot products compute, compiled once per instruction set that has them (setup.py): the tiles of the third
-// arithmetic, and attention over keys in eight bits.
+// arithmetic, and attention over keys in eight bits. The fourth is left to the twin of tile registers.
 #include "integer.h"
 #include "attention_codes.h"
 
 namespace AQ_NAMESPACE {
 
 static aq::TileFunction tile_of(int dtype) {
+  if (is_tiled(dtype)) return amx_twin::kIntegerTiles.of(dtype);
   return integer_tile_of(dtype, [](auto format) { return any_integer_tile<decltype(format)>; });
 }
 

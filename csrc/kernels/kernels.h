@@ -77,8 +77,8 @@ using CodedBlock = void (*)(const CodedQueries& q, int queries, int dim, const K
                             float* sum, float* accumulator);
 
 // What integer dot products compute, from integer.cpp or tiles.cpp: the tile of a format in the third arithmetic, its
-// rows at most, of fewer than kWideFrom rows and of more, and a block of attention. Over tile registers also the tile of
-// the fourth; elsewhere NULL.
+// rows at most, of fewer than kWideFrom rows and of more, and a block of attention. Also the tile of the fourth, which
+// tile registers compute.
 struct IntegerTiles {
   TileFunction (*of)(int dtype);
   int rows, wide_rows;

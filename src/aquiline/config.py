@@ -112,8 +112,9 @@ class PairConfig:
         "auto", "Storage of the draft's weights; auto: the target's, int4 beside packed ones.", MODEL
     )
     arithmetic: str = setting(
-        "auto", "float32; bfloat16, faster on AMD's CPUs with AVX512_BF16; int8 for int8, int4 and packed weights, "
-        "fastest; auto: by the storage and the CPU, always the same.", MODEL,
+        "auto", "float32; bfloat16, faster on AMD's CPUs with AVX512_BF16, and bfloat16_tiles, fastest on Intel's with "
+        "AMX, both for bfloat16 weights; int8 for int8, int4 and packed ones, fastest; auto: by the storage and the "
+        "CPU, always the same.", MODEL,
     )  # fmt: skip
     kv_dtype: str = setting(
         "auto", "Keys and values: float32, bfloat16, or int8, half the bytes of bfloat16 and multiplied as integers; "

@@ -20,10 +20,13 @@ from aquiline.bench.theory.measure import Machine, best_of, last_level_cache, me
 from aquiline.config import cache_directory
 
 STAGES = ["read-only stream", "copy", "float32 GEMM"]
-HAS_DOT = calls.missing_reason() is None and native_weights.has_bf16_dot()
+IS_NATIVE = calls.missing_reason() is None
+HAS_DOT = IS_NATIVE and native_weights.has_bf16_dot()
+HAS_TILES = IS_NATIVE and native_weights.fastest_bf16() == "bfloat16_tiles"
 KNOWN: dict[str, Any] = {
     "date": "2026-01-31", "load": 0.0, "read": {"per_s": 5e10, "by": "a"}, "copy": {"per_s": 4e10, "by": "b"},
-    "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None, "int8": None,
+    "float32": {"per_s": 2e11, "by": "c"}, "bfloat16": None, "bfloat16_tiles": None,
+    "int8": None,
 }  # fmt: skip
 
 
@@ -48,9 +51,9 @@ def keep(file: Path, entry: object, key: str | None = None) -> None:
 def test_a_measurement_is_a_measurement() -> None:
     threads, stages = torch.get_num_threads(), list[str]()
     found = measure_ceilings(this_machine(), stages.append, seconds=0.1)
-    is_native = calls.missing_reason() is None
-    assert stages == STAGES + ["bfloat16 GEMM"] * HAS_DOT + ["int8 GEMM"] * is_native
-    assert (found.bfloat16 is not None) == HAS_DOT and (found.int8 is not None) == is_native
+    further = ["bfloat16"] * HAS_DOT + ["bfloat16_tiles"] * HAS_TILES + ["int8"] * IS_NATIVE
+    assert stages == STAGES + [f"{name} GEMM" for name in further]
+    assert [name for name in ("bfloat16", "bfloat16_tiles", "int8") if getattr(found, name) is not None] == further
     assert torch.get_num_threads() == threads
     # what any machine of the last fifteen years and of the next ten does, busy or not
     assert 2e8 < found.read.per_s < 2e12 and 2e8 < found.copy.per_s < 4e12 and 1e9 < found.float32.per_s < 1e14
@@ -92,11 +95,13 @@ def test_linears_and_attention_share_an_arithmetic(file: Path) -> None:
     assert found.linear_flops.per_s == found.attention_flops.per_s == 4e11
     found, _ = measured(LimitsChoice(arithmetic="float32"))
     assert found.linear_flops.per_s == found.attention_flops.per_s == 2e11
-    keep(file, KNOWN | {"int8": {"per_s": 8e11, "by": "e"}})
-    found, _ = measured(LimitsChoice(arithmetic="int8"))
-    assert found.linear_flops.per_s == 8e11 and found.attention_flops.per_s == 2e11, "attention is float32 beside it"
+    for arithmetic in ("bfloat16_tiles", "int8"):
+        keep(file, KNOWN | {arithmetic: {"per_s": 8e11, "by": "e"}})
+        found, _ = measured(LimitsChoice(arithmetic=arithmetic))
+        assert found.linear_flops.per_s == 8e11 and found.attention_flops.per_s == 2e11, "attention is float32 beside it"
     keep(file, KNOWN)
-    for arithmetic, lacking in (("bfloat16", "AVX512_BF16"), ("int8", "the native library")):
+    lacks = {"bfloat16": "AVX512_BF16", "bfloat16_tiles": "AMX", "int8": "the native library"}
+    for arithmetic, lacking in lacks.items():
         with pytest.raises(ValueError, match=f"arithmetic='{arithmetic}': this CPU or build lacks {lacking}"):
             measured(LimitsChoice(arithmetic=arithmetic))
 

@@ -25,7 +25,7 @@ RUN = "from aquiline.cli.main import app; app()"
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); " + RUN
 
 
-RATES = Measurement("2026-01-31", 0.0, *[Rate(1e10, "some way")] * 2, *[Rate(1e12, "some way")] * 3)
+RATES = Measurement("2026-01-31", 0.0, *[Rate(1e10, "some way")] * 2, *[Rate(1e12, "some way")] * 4)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from aquiline.doctor.facts import Facts, LibraryTrial, Package
 from aquiline.doctor.findings import findings_of
 from aquiline.models import known_pairs
 
-LIBRARY = LibraryTrial(None, False, "avx512", ("avx512", "avx2", "portable"), False)
+LIBRARY = LibraryTrial(None, False, "avx512", ("avx512", "avx2", "portable"))
 TORCH = Package("torch", "torch", ">=2.11", "2.13", True)
 NUMPY = Package("numpy", "", ">=1.26", "2.0", True)
 SOUND = Facts(

@@ -1,4 +1,4 @@
-"""The exactness contract holds in either arithmetic: speculation changes no token, batches and chunks no bit."""
+"""The exactness contract holds in every arithmetic of floats: speculation changes no token, batches and chunks no bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from tests.conftest import engine_config, from_modules, needs_native, round_to, tiny_pair
 from tests.engine.test_exact import BASELINE, SAMPLINGS, SPECS, check_accounting, prompts, tokens
 
-from aquiline.backends.cpu import native_weights
+from aquiline.backends.cpu import native, native_weights
 from aquiline.backends.cpu.native_pair import resolve_arithmetic
 from aquiline.config import Environment
 from aquiline.engine.llm import LLM
 from aquiline.engine.model import LoadedModels, Loading
 
 pytestmark = needs_native
+
+ARITHMETICS = ("float32", "bfloat16", "bfloat16_tiles")
 
 
 @lru_cache
@@ -30,7 +32,7 @@ def llm_in(arithmetic: str, max_batch: int = 3, row_budget: int = 48) -> LLM:
     return LLM.from_models(models, config)
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered", "penalised"])
 def test_speculation_changes_no_token(arithmetic: str, sampling: str) -> None:
     llm, batch = llm_in(arithmetic), prompts(8)
@@ -42,7 +44,7 @@ def test_speculation_changes_no_token(arithmetic: str, sampling: str) -> None:
     assert llm.models.system()["arithmetic"] == arithmetic
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_batches_and_chunks_change_no_token(arithmetic: str) -> None:
     sampling = SAMPLINGS["sampled"]
     expected = tokens(llm_in(arithmetic).run(prompts(8), sampling, drafting=BASELINE))
@@ -51,17 +53,16 @@ def test_batches_and_chunks_change_no_token(arithmetic: str) -> None:
         assert got == expected, (arithmetic, max_batch, row_budget)
 
 
-def test_the_two_differ() -> None:
-    outputs = [
-        tokens(llm_in(a).run(prompts(8), SAMPLINGS["sampled"], drafting=BASELINE)) for a in ("float32", "bfloat16")
-    ]
-    assert outputs[0] != outputs[1]
+def test_they_differ() -> None:
+    outputs = [tokens(llm_in(a).run(prompts(8), SAMPLINGS["sampled"], drafting=BASELINE)) for a in ARITHMETICS]
+    assert outputs[0] != outputs[1] != outputs[2] != outputs[0]
 
 
-def test_auto_is_the_faster_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_faster, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(native_weights, "is_bf16_dot_faster", lambda is_faster=is_faster: is_faster)
-        assert resolve_arithmetic("auto", "bfloat16") == expected
+def test_auto_is_the_fastest_of_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = (native.BFLOAT16, native.BFLOAT16_DOT, native.BFLOAT16_TILES)
+    for arithmetic, code in zip(ARITHMETICS, codes, strict=True):
+        monkeypatch.setattr(native_weights.library(), "fastest_bf16", lambda code=code: code)
+        assert resolve_arithmetic("auto", "bfloat16") == arithmetic
         assert resolve_arithmetic("auto", "float32") == resolve_arithmetic("auto", "float16") == "float32"
         for dtype in ("int8", "int4", "packed"):
             assert resolve_arithmetic("auto", dtype) == "int8"
@@ -73,9 +74,10 @@ def on_torch(arithmetic: str) -> LoadedModels:
 
 def test_what_cannot_be_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for arithmetic, dtype, named in (
-        ("int4", "bfloat16", "arithmetic='int4': must be one of auto, float32, bfloat16, int8"),
+        ("int4", "bfloat16", "arithmetic='int4': must be one of auto, float32, bfloat16, bfloat16_tiles, int8"),
         ("int8", "bfloat16", "arithmetic='int8': needs a dtype of packed, int8, int4, and dtype is 'bfloat16'"),
         ("bfloat16", "float32", "needs dtype='bfloat16'"),
+        ("bfloat16_tiles", "packed", "needs dtype='bfloat16'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             resolve_arithmetic(arithmetic, dtype)
@@ -90,5 +92,5 @@ def test_the_torch_path_has_float32_alone() -> None:
         on_torch("bfloat16")
     with pytest.raises(ValueError, match=r"arithmetic='int8': the torch path has float32 only"):
         on_torch("int8")
-    with pytest.raises(ValueError, match="arithmetic='int4': must be one of auto, float32, bfloat16, int8"):
+    with pytest.raises(ValueError, match="arithmetic='int4': must be one of auto, float32, bfloat16, bfloat16_tiles, int8"):
         on_torch("int4")

@@ -170,6 +170,15 @@ def test_every_path_reproduces_the_golden_run(
     assert observe() == json.loads(GOLDEN.read_text()), f"{isa} with {threads} threads differs from the golden run"
 
 
+@pytest.mark.parametrize("isa", [pytest.param(isa, marks=[pytest.mark.rare] * (isa == "portable")) for isa in ISAS])
+def test_every_path_reproduces_the_golden_run_of_tiles(
+    isa: str, restored_isa: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_isa(isa, 2, monkeypatch)
+    expected = json.loads(GOLDEN.with_name("golden_tiles.json").read_text())
+    assert observe(arithmetic="bfloat16_tiles") == expected, f"{isa} differs from the golden run"
+
+
 def is_rare(isa: str, arithmetic: str) -> bool:
     """Whether a golden run of a family is left to test-all: where it takes long, and where the dense run, whose kernels
     these are, holds the float32 path each time."""

@@ -31,7 +31,7 @@ from aquiline.backends.cpu.native import Library, abi
 MAGIC = b"AQTRACE1"
 END, REGION, BYTES, POINTER, FREE, LABEL, CALL = range(7)
 PASSED = {"select_isa", "set_threads", "isa", "available_isas", "num_threads", "packed_bytes", "last_error"}
-PASSED |= {"has_bf16_dot", "is_bf16_dot_faster"}
+PASSED |= {"has_bf16_dot", "fastest_bf16"}
 """Calls that are not recorded: what replay.cpp decides itself, and questions."""
 
 OPENING, CLOSING = {"aq_open_batch", "aq_open_index"}, {"aq_close_batch", "aq_close_index"}

@@ -1,4 +1,5 @@
-"""The second arithmetic: bfloat16 dot products. Its own numbers, and one result per row whatever stands beside it."""
+"""The second arithmetic, bfloat16 dot products, and the fourth, over tile registers (test_pair_tiles.py has its rule):
+their own numbers, and one result per row whatever stands beside it."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ def test_matches_double_over_rounded_inputs(shape):
     assert ((torch.as_tensor(y).double() - exact).abs() <= bound).all()
 
 
-@needs_dot
+@pytest.mark.parametrize("arithmetic", [pytest.param("bfloat16", marks=needs_dot), "bfloat16_tiles"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_do_not_depend_on_rows_or_threads(shape):
+def test_bits_do_not_depend_on_rows_or_threads(shape, arithmetic):
     weight, x, bias = inputs(*shape, 64, torch.bfloat16)
-    linear = native_linear(weight, bias, "bfloat16")
+    linear = native_linear(weight, bias, arithmetic)
     expected = bits(linear(x))
     for threads in (1, 2, 3):
         calls.set_threads(threads)
@@ -40,23 +41,23 @@ def test_bits_do_not_depend_on_rows_or_threads(shape):
             assert np.array_equal(bits(linear(x[:rows])), expected[:rows]), (shape, threads, rows)
 
 
-@needs_dot
-def test_rounds_to_nearest_even_and_keeps_what_is_no_number(isa):
+@pytest.mark.parametrize("arithmetic", [pytest.param("bfloat16", marks=needs_dot), "bfloat16_tiles"])
+def test_rounds_to_nearest_even_and_keeps_what_is_no_number(arithmetic, isa):
     weight = torch.zeros(16, 16, dtype=torch.bfloat16)
     weight[:, 3] = 1
     x = np.zeros((6, 16), np.float32)
     x[:, 3] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.inf, -(2.0**100), np.nan]
-    y = native_linear(weight, None, "bfloat16")(x)[:, 0]
+    y = native_linear(weight, None, arithmetic)(x)[:, 0]
     assert y[:3].tolist() == [1, 1 + 2**-6, 1 + 2**-7] and y[4] == torch.tensor(-(2.0**100)).bfloat16()
     assert not np.isfinite(y[[3, 5]]).any()
 
 
-@needs_dot
+@pytest.mark.parametrize("arithmetic", [pytest.param("bfloat16", marks=needs_dot), "bfloat16_tiles"])
 @pytest.mark.parametrize("is_draft", [False, True])
-def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft):
+def test_forward_does_not_depend_on_chunks_threads_or_isa(is_draft, arithmetic):
     w = random_weights(extras=not is_draft, draft=is_draft, layers=1 if is_draft else 3)
     w = replace(w, norm_before_residual=is_draft)
-    model, exact = calls.NativeModel(w, "bfloat16"), calls.NativeModel(w)
+    model, exact = calls.NativeModel(w, arithmetic), calls.NativeModel(w)
     g = np.random.default_rng(0).normal(0, 1, (140, HIDDEN)).astype(np.float32) if is_draft else None
     expected = None
     for isa, threads, sizes in ((ISAS[0], 1, [140]), (ISAS[0], 2, [1] * 140), (ISAS[0], 3, [64, 7, 69]),

@@ -41,6 +41,7 @@ def path_of(device: str, arithmetic: str, kv_dtype: str, dtype: str, environment
         return {"path": "gpu", "arithmetic": dtype, "kv_dtype": dtype}
     how = {"path": "torch", "arithmetic": "float32", "kv_dtype": resolve_kv_dtype(kv_dtype, dtype)}
     if runs_natively(device, environment):
+        configure(environment)  # which arithmetics there are depends on the instruction set
         how |= {"path": CpuPair.name, "arithmetic": resolve_arithmetic(arithmetic, dtype)}
     return how
 
@@ -78,10 +79,10 @@ def new_pair(
             "`aquiline doctor` says what helps",
             reason,
         )
-    if arithmetic in ("bfloat16", "int8"):
+    if arithmetic in ("bfloat16", "bfloat16_tiles", "int8"):
         raise ValueError(f"arithmetic={arithmetic!r}: the torch path has float32 only; use arithmetic='float32'")
     if arithmetic not in ("auto", "float32"):
-        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16, int8")
+        raise ValueError(f"arithmetic={arithmetic!r}: must be one of auto, float32, bfloat16, bfloat16_tiles, int8")
     if num_ranks == 1:
         return TorchPair(target, draft, dtype, kv_dtype, device, draft_dtype)
     from aquiline.backends.torch.parallel import ParallelPair

@@ -58,6 +58,7 @@ def _show(found: Examination) -> None:
 
 def _lines(found: Examination) -> Iterator[tuple[str, str]]:
     """The facts, each with its name: the machine, the software, what runs, and how fast."""
+    from aquiline.bench.theory.choice import ARITHMETICS
     from aquiline.doctor.facts import LACKING
 
     has, course, rates = found.facts, found.course, found.rates
@@ -79,7 +80,7 @@ def _lines(found: Examination) -> Iterator[tuple[str, str]]:
     yield "arithmetic", f"{arithmetic} weights"
     when = "" if course.share == 1 else f"; while the quota lets threads run, {course.share:.0%} of the time"
     yield "reads", f"{rates.read.per_s / 1e9:.1f} GB/s, copies {rates.copy.per_s / 1e9:.1f}{when}"
-    products = {name: getattr(rates, name) for name in ("float32", "bfloat16", "int8")}
+    products = {name: getattr(rates, name) for name in ARITHMETICS}
     told = ", ".join(f"{name} {rate.per_s / 1e12:.2f}" for name, rate in products.items() if rate is not None)
     yield "multiplies", f"{told} TFLOP/s{when}"
     for name, pair in found.pairs.items():

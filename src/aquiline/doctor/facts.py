@@ -81,7 +81,6 @@ class LibraryTrial:
     is_fatal: bool = False
     isa: str = "torch"
     isas: tuple[str, ...] = ()
-    has_bf16_dot: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def try_library() -> None:
                 weight = np.ones((32, 64), np.float32)
                 calls.NativeLinear(weight, arithmetic=dtype or "float32", dtype=dtype)(weight)
             loaded = library()
-            found |= {"isa": loaded.isa(), "isas": loaded.available_isas(), "has_bf16_dot": loaded.has_bf16_dot()}
+            found |= {"isa": loaded.isa(), "isas": loaded.available_isas()}
         except NativeError as error:
             found |= {"problem": f"AQUILINE_ISA={environment.isa}: {error}", "is_fatal": True}
     print(json.dumps(found))

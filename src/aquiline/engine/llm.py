@@ -84,10 +84,11 @@ class LLM:
     file, else bfloat16. `draft_dtype`: the same of the draft; "auto" is the target's, and int4 beside packed blocks.
     `kv_dtype`: how keys and values are stored: float32, bfloat16 or int8, which takes half the bytes of bfloat16, is
     multiplied as integers and gives other texts; "auto" is float32 beside float32 weights, else bfloat16. `arithmetic`:
-    "float32" gives the same text on every x86 and Arm CPU. "bfloat16", for bfloat16 weights on CPUs with AVX512_BF16,
-    also rounds activations. AMD's CPUs are faster in it. The text is the same with and without speculation, but differs
-    from that of float32. "int8", for int8, int4 and packed weights, rounds activations to integers. It is the fastest
-    and gives the same text on every CPU. "auto" is int8 for these weights, else bfloat16 if that is faster. `capture`
+    "float32" gives the same text on every x86 and Arm CPU. "bfloat16" and "bfloat16_tiles", for bfloat16 weights, also
+    round activations: the first on CPUs with AVX512_BF16, of which AMD's are faster in it, the second on every CPU, but
+    fast only by Intel's AMX. The text is the same with and without speculation, but each gives another one than
+    float32. "int8", for int8, int4 and packed weights, rounds activations to integers. It is the fastest and gives the
+    same text on every CPU. "auto" is int8 for these weights, else what is fastest for the storage. `capture`
     (target layers whose outputs the draft reads) and `norm_feedback` replace the values of a draft's checkpoint, or
     provide them if it has none. `tensor_parallel_size`: processes that share the models, with device "torch";
     `parallel_mode`: what they exchange, "gather" (outputs; the text of one process) or "reduce" (sums of parts).

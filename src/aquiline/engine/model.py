@@ -305,7 +305,7 @@ def for_checkpoint(how: Loading, target: Path, environment: Environment) -> Load
         raise ValueError("dtype='packed': only the native library multiplies blocks; use dtype='bfloat16'")
     if how.draft_dtype == PACKED:
         raise ValueError("draft_dtype='packed': a draft has no blocks; use 'bfloat16', 'int8' or 'int4'")
-    if how.dtype == "auto" and native and how.arithmetic != "bfloat16" and has_blocks(target):
+    if how.dtype == "auto" and native and how.arithmetic in ("auto", "float32", "int8") and has_blocks(target):
         how = replace(how, dtype=PACKED)
     return how.settled
 

@@ -302,8 +302,7 @@ class Library:
         for name, restype in (("aq_last_error", c_char_p), ("aq_isa", c_char_p), ("aq_available_isas", c_char_p)):
             getattr(dll, name).restype = restype
         dll.aq_packed_bytes.restype, dll.aq_packed_bytes.argtypes = c_int64, [_I, _I, _I]
-        for name in ("num_threads", "computes", "fastest_bf16"):
-            getattr(dll, f"aq_{name}").restype = c_int32
+        dll.aq_num_threads.restype = dll.aq_has_bf16_dot.restype = c_int32
         dll.aq_open_batch.restype, dll.aq_open_batch.argtypes = c_void_p, [_P]
         dll.aq_open_index.restype, dll.aq_open_index.argtypes = c_void_p, [_I, _P]
         dll.aq_index_bytes.restype, dll.aq_index_bytes.argtypes = c_int64, [_P]
@@ -344,9 +343,9 @@ class Library:
         """Threads in use, the calling one included."""
         return int(self._dll.aq_num_threads())
 
-    def computes(self, dtype: int) -> bool:
-        """Whether linears of this format can run in this build by the instruction set in use."""
-        return bool(self._dll.aq_computes(dtype))
+    def has_bf16_dot(self) -> bool:
+        """Whether this CPU and this build have the bfloat16 dot product."""
+        return bool(self._dll.aq_has_bf16_dot())
 
     def fastest_bf16(self) -> int:
         """The format in which bfloat16 weights are multiplied fastest."""

@@ -58,9 +58,8 @@ def resolve_arithmetic(arithmetic: str, dtype: str) -> str:
         raise ValueError(f"arithmetic='int8': needs a dtype of {', '.join(ON_CODES)}, and dtype is {dtype!r}")
     if arithmetic in native_weights.PAIRED and dtype != "bfloat16":
         raise ValueError(f"arithmetic={arithmetic!r}: needs dtype='bfloat16', and dtype is {dtype!r}")
-    if not native_weights.has_arithmetic(arithmetic):
-        needs = native_weights.NEEDS[arithmetic]
-        raise ValueError(f"arithmetic={arithmetic!r}: needs {needs}, and a build for it; use arithmetic='float32'")
+    if arithmetic == "bfloat16" and not native_weights.has_bf16_dot():
+        raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks AVX512_BF16; use arithmetic='float32'")
     return arithmetic
 
 

@@ -27,19 +27,16 @@ def library() -> Library:
 
 PAIRED = {"bfloat16": native.BFLOAT16_DOT, "bfloat16_tiles": native.BFLOAT16_TILES}
 """The library's codes of bfloat16 weights in the arithmetics that multiply pairs of rounded inputs."""
-NEEDS = {"bfloat16": "a CPU with AVX512_BF16", "bfloat16_tiles": "a CPU with AMX, and AQUILINE_ISA=amx or none"}
-"""What they run on, if the compiler of this build knows it."""
 
 
-def has_arithmetic(arithmetic: str) -> bool:
-    """Whether linears can run in this arithmetic: in this CPU, by the compiler of this build and by the instruction set
-    in use."""
-    return arithmetic not in PAIRED or library().computes(PAIRED[arithmetic])
+def has_bf16_dot() -> bool:
+    """Whether linears can run in bfloat16 arithmetic: AVX512_BF16, in this CPU and in the compiler of this build."""
+    return library().has_bf16_dot()
 
 
 def fastest_bf16() -> str:
-    """The arithmetic in which bfloat16 weights are multiplied fastest: bfloat16 on AMD's CPUs; on Intel's, where that
-    has three quarters of the rate of float32, bfloat16_tiles or float32."""
+    """The arithmetic in which bfloat16 weights are multiplied fastest: bfloat16_tiles by AMX, bfloat16 on AMD's CPUs
+    that have it (Intel's have three quarters of the rate of float32), else float32."""
     found = library().fastest_bf16()
     return next((arithmetic for arithmetic, code in PAIRED.items() if code == found), "float32")
 
@@ -69,8 +66,8 @@ def check_paired(name: str, weight: Weight, arithmetic: str, dtype: str | None) 
     if weight.kind != "bfloat16" or dtype is not None:
         found = dtype or weight.kind
         raise ValueError(f"arithmetic={arithmetic!r}: {name} is {found}, it needs weights stored in bfloat16")
-    if not has_arithmetic(arithmetic):
-        raise NativeError(f"arithmetic={arithmetic!r}: needs {NEEDS[arithmetic]}, and a build for it; use 'float32'")
+    if arithmetic == "bfloat16" and not has_bf16_dot():
+        raise NativeError("arithmetic='bfloat16': needs a CPU with AVX512_BF16 and a build for it; use 'float32'")
 
 
 class Arena:

@@ -107,9 +107,9 @@ def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings
     measured = measured_once(machine, on_stage, remeasure=choice.remeasure)
     rate: Rate | None = getattr(measured, arithmetic)
     if rate is None:
-        needs = "AVX512_BF16" if arithmetic == "bfloat16" else "the native library"
+        needs = {"bfloat16": "AVX512_BF16", "bfloat16_tiles": "AMX"}.get(arithmetic, "the native library")
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks {needs}; use arithmetic='float32'")
-    beside = measured.float32 if arithmetic == "int8" else rate  # attention does not run on integers
+    beside = rate if arithmetic == "bfloat16" else measured.float32  # the arithmetic of attention
     read, copy, linears, attention = (
         Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, beside)
     )

@@ -12,7 +12,7 @@ from aquiline.spec.drafting import Chain
 DEVICE, STORAGE = "Device", "Storage"
 """Headings under which settings are listed."""
 
-ARITHMETICS = ("float32", "bfloat16", "int8")
+ARITHMETICS = ("float32", "bfloat16", "bfloat16_tiles", "int8")
 """The arithmetics that linears may be multiplied in."""
 
 DEFAULT_CONTEXTS = (512, 2048, 8192)
@@ -47,7 +47,7 @@ class LimitsChoice:
     )  # fmt: skip
     arithmetic: str | None = setting(
         None,
-        "float32, bfloat16 or int8. Default: on a CPU int8 for int8, int4 and packed weights, else float32; on "
+        "float32, bfloat16, bfloat16_tiles or int8. Default: on a CPU int8 for int8, int4 and packed weights, else float32; on "
         "other devices bfloat16.",
         DEVICE,
     )

@@ -22,7 +22,7 @@ import numpy as np
 
 from aquiline.backends.cpu import calls
 from aquiline.backends.cpu.native_pair import configure, missing_reason
-from aquiline.backends.cpu.native_weights import has_bf16_dot
+from aquiline.backends.cpu.native_weights import PAIRED, fastest_bf16, has_bf16_dot
 from aquiline.blocks import FLOATS
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
@@ -67,8 +67,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured rates: read and copy in bytes per second, GEMMs in FLOPs per second. bfloat16: None if the CPU has no
-    instruction for it; int8: None without the native library.
+    """Measured rates: read and copy in bytes per second, GEMMs in FLOPs per second by arithmetic. bfloat16 and
+    bfloat16_tiles: None if the CPU has no instruction for it; int8: None without the native library.
 
     load: runnable processes when measuring began; they make figures too low. None if the system does not say."""
 
@@ -78,13 +78,14 @@ class Measurement:
     copy: Rate
     float32: Rate
     bfloat16: Rate | None
+    bfloat16_tiles: Rate | None
     int8: Rate | None
 
     @classmethod
     def of_entry(cls, entry: dict[str, Any]) -> Measurement:
         """What was kept as JSON. Raises KeyError, TypeError or ValueError if it is broken."""
         rates: dict[str, Any] = {name: Rate(**entry[name]) for name in ("read", "copy", "float32")}
-        rates |= {name: entry[name] and Rate(**entry[name]) for name in ("bfloat16", "int8")}
+        rates |= {name: entry[name] and Rate(**entry[name]) for name in (*PAIRED, "int8")}
         return cls(**entry | rates | {"load": entry["load"] and float(entry["load"])})
 
 
@@ -99,7 +100,7 @@ def this_machine() -> Machine:
 
 
 def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECONDS) -> Measurement:
-    """Measure all five, `seconds` each; calls on_stage with the name of each before it starts."""
+    """Measure all, `seconds` each; calls on_stage with the name of each before it starts."""
     is_native = machine.isa != "torch"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with ThreadPoolExecutor(machine.threads) as pool:
@@ -115,7 +116,8 @@ def measure_ceilings(machine: Machine, on_stage: OnStage, seconds: float = SECON
         on_stage(f"{arithmetic} GEMM")
         rates[arithmetic] = best_of(_gemms(arithmetic, is_native), 2 * GEMM_ROWS * WIDTH * WIDTH, seconds)
     today = datetime.now(UTC).date().isoformat()
-    return Measurement(today, load, read, copy, rates["float32"], rates.get("bfloat16"), rates.get("int8"))
+    further = {name: rates.get(name) for name in (*PAIRED, "int8")}
+    return Measurement(today, load, read, copy, rates["float32"], **further)
 
 
 def best_of(ways: Ways, amount: float, seconds: float) -> Rate:
@@ -179,8 +181,11 @@ def _readers(pieces: list[Float32], split: Callable[..., None], is_native: bool)
 
 
 def _arithmetics(is_native: bool) -> list[str]:
-    """The arithmetics of linears that this machine has."""
-    return ["float32"] + ["bfloat16"] * (is_native and has_bf16_dot()) + ["int8"] * is_native
+    """The arithmetics of linears that this machine has instructions for."""
+    if not is_native:
+        return ["float32"]
+    paired = dict.fromkeys(["bfloat16"] * has_bf16_dot() + [fastest_bf16()])
+    return ["float32", *[name for name in paired if name in PAIRED], "int8"]
 
 
 def _gemms(arithmetic: str, is_native: bool) -> Ways:
@@ -191,7 +196,7 @@ def _gemms(arithmetic: str, is_native: bool) -> Ways:
     if arithmetic == "float32":
         ways["numpy matmul"] = [partial(np.matmul, rows, weight.T)] * GEMM_CALLS
     if is_native:
-        stored = weight if arithmetic == "int8" else weight.astype(FLOATS[arithmetic])
+        stored = weight.astype(FLOATS["bfloat16"]) if arithmetic in PAIRED else weight
         linear = calls.NativeLinear(stored, arithmetic=arithmetic, dtype="int8" if arithmetic == "int8" else None)
         ways[f"native linear of {GEMM_ROWS} rows"] = [partial(linear, rows)] * GEMM_CALLS
     return ways
