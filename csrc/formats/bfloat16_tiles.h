@@ -1,5 +1,5 @@
-// The fourth arithmetic over bfloat16 weights: AMX's products of pairs. Inputs are rounded to bfloat16, to nearest even,
-// as in the second arithmetic, whose layout it has. 32 channels at a time, in order, from a sum of 0:
+// The fourth arithmetic over bfloat16 weights: AMX's products of pairs. Inputs are rounded to bfloat16, to nearest
+// even, as in the second arithmetic, whose layout it has. 32 channels at a time, in order, from a sum of 0:
 //   sum = sum + (e + o)
 // where e is a chain of fused multiply-adds over the even ones of these channels in order, from 0, and o one over the
 // odd ones. What is subnormal is taken for 0, and a result that would be is 0. The last group may be of 16 channels.

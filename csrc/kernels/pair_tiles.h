@@ -13,6 +13,7 @@ constexpr int kGroupSteps = 32 / Bfloat16Tiles::kChannels;  // that are summed b
 class PairTile {
   using F = Bfloat16Tiles;
   using Step = F::Step;
+
  public:
   AQ_MEMBER PairTile(int rows, const Step* w, int num_blocks, int steps, const Pair* x, size_t stride, size_t next)
       : first_rows_(rows > kTileRegisterRows ? (rows + 1) / 2 : rows),
@@ -144,8 +145,7 @@ static void pair_tile(int rows, const void* w, int num_blocks, int steps, const 
                       float* sums) {
   const Bfloat16Tiles::Step* weights = (const Bfloat16Tiles::Step*)w;
   const Pair* inputs = (const Pair*)x;
-  if (!kHasTileRegisters || rows > 1)
-    return PairTile(rows, weights, num_blocks, steps, inputs, stride, next).run(sums);
+  if (!kHasTileRegisters || rows > 1) return PairTile(rows, weights, num_blocks, steps, inputs, stride, next).run(sums);
   if (num_blocks == kPanel) return one_row_pairs<kPanel>(weights, steps, inputs, next, sums);
   for (int b = 0; b < num_blocks; b++)
     one_row_pairs<1>(weights + (size_t)b * steps, steps, inputs, next, sums + b * 16);

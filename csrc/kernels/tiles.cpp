@@ -1,5 +1,5 @@
-// What integer.cpp has, over tile registers where rows are many, and the tile of the fourth arithmetic: compiled for AMX,
-// and for the registers' twin.
+// What integer.cpp has, over tile registers where rows are many, and the tile of the fourth arithmetic: compiled for
+// AMX, and for the registers' twin.
 #include "attention_tiles.h"
 #include "integer_tiles.h"
 #include "pair_tiles.h"

@@ -98,7 +98,9 @@ def test_linears_and_attention_share_an_arithmetic(file: Path) -> None:
     for arithmetic in ("bfloat16_tiles", "int8"):
         keep(file, KNOWN | {arithmetic: {"per_s": 8e11, "by": "e"}})
         found, _ = measured(LimitsChoice(arithmetic=arithmetic))
-        assert found.linear_flops.per_s == 8e11 and found.attention_flops.per_s == 2e11, "attention is float32 beside it"
+        assert found.linear_flops.per_s == 8e11 and found.attention_flops.per_s == 2e11, (
+            "attention is float32 beside it"
+        )
     keep(file, KNOWN)
     lacks = {"bfloat16": "AVX512_BF16", "bfloat16_tiles": "AMX", "int8": "the native library"}
     for arithmetic, lacking in lacks.items():

@@ -1,4 +1,4 @@
-"""The exactness contract holds in every arithmetic of floats: speculation changes no token, batches and chunks no bit."""
+"""The exactness contract holds in all arithmetics of floats: speculation changes no token, batches and chunks no bit."""
 
 from __future__ import annotations
 
@@ -92,5 +92,7 @@ def test_the_torch_path_has_float32_alone() -> None:
         on_torch("bfloat16")
     with pytest.raises(ValueError, match=r"arithmetic='int8': the torch path has float32 only"):
         on_torch("int8")
-    with pytest.raises(ValueError, match="arithmetic='int4': must be one of auto, float32, bfloat16, bfloat16_tiles, int8"):
+    with pytest.raises(
+        ValueError, match="arithmetic='int4': must be one of auto, float32, bfloat16, bfloat16_tiles, int8"
+    ):
         on_torch("int4")

@@ -36,7 +36,11 @@ def quantised_inputs(n, k, rows):
     """Numbers of eight bits within a factor of 2^8, whose products and sums float64 holds exactly."""
     rng = np.random.default_rng(n * k)
     scaled = lambda *shape: rng.integers(-255, 256, shape) * np.exp2(rng.integers(-8, 1, shape))  # noqa: E731
-    return torch.as_tensor(scaled(n, k)).bfloat16(), scaled(rows, k).astype(np.float32), torch.as_tensor(scaled(n)).float()
+    return (
+        torch.as_tensor(scaled(n, k)).bfloat16(),
+        scaled(rows, k).astype(np.float32),
+        torch.as_tensor(scaled(n)).float(),
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

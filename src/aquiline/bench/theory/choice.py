@@ -47,8 +47,8 @@ class LimitsChoice:
     )  # fmt: skip
     arithmetic: str | None = setting(
         None,
-        "float32, bfloat16, bfloat16_tiles or int8. Default: on a CPU int8 for int8, int4 and packed weights, else float32; on "
-        "other devices bfloat16.",
+        "float32, bfloat16, bfloat16_tiles or int8. Default: on a CPU int8 for int8, int4 and packed weights, else "
+        "float32; on other devices bfloat16.",
         DEVICE,
     )
     bandwidth: float | None = setting(None, "GB/s, in the place of the device's.", DEVICE)
