@@ -1,4 +1,4 @@
-"""The exactness contract holds in all arithmetics of floats: speculation changes no token, batches and chunks no bit."""
+"""The exactness contract holds in arithmetics of floats: speculation changes no token, batches and chunks no bit."""
 
 from __future__ import annotations
 
