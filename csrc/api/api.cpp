@@ -523,9 +523,10 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
              "num_heads=%d: must be a multiple, up to %d, of num_kv_heads=%d", num_heads, kTileQueries,
              kv->num_kv_heads);
   AQ_REQUIRE(window >= 0, "window=%d: must be at least 0 (none)", window);
-  const bool is_dot = host::is_dot(arithmetic);
-  AQ_REQUIRE(is_dot ? has_dot() && host::holds_rounded(kv->dtype) : arithmetic == 0,
-             "arithmetic=%d: must be 0 (float32), or 2 (dot product) over keys in 16 bits where the CPU has it",
+  const bool is_dot = host::is_dot(arithmetic), is_tiled = host::is_tiled(arithmetic);
+  AQ_REQUIRE(is_dot || is_tiled ? host::holds_rounded(kv->dtype) && (is_tiled || has_dot()) : arithmetic == 0,
+             "arithmetic=%d: must be 0 (float32), or over keys in bfloat16 28 (tiles) or, where the CPU has it, 2 (dot "
+             "product)",
              arithmetic);
   AQ_TRY(check_rows(rows, *kv, 0, true));
   AQ_TRY(check_pointer("q", q, sizeof(float)));
@@ -535,7 +536,8 @@ int aq_attention(const AqKV* kv, int32_t layer, const AqRows* rows, const float*
   AttentionJob job{};
   AQ_TRY(plan_attention(*kv, *rows, num_heads, &job));
   job.q = q, job.q_stride = num_heads * kv->head_dim, job.out = out, job.sinks = sinks;
-  job.layer = layer, job.window = window, job.scale = scale, job.is_dot = is_dot;
+  job.layer = layer, job.window = window, job.scale = scale;
+  job.pair_block = pair_block(is_dot, is_tiled);
   run_job<AttentionJob, &Kernels::attention>(job);
   return 0;
 }

@@ -3,7 +3,8 @@
 //   sum = sum + (e + o)
 // where e is a chain of fused multiply-adds over the even ones of these channels in order, from 0, and o one over the
 // odd ones. What is subnormal is taken for 0, and a result that would be is 0. The last group may be of 16 channels.
-// Keys and values are multiplied in float32. Where there are no such registers their twin computes the same, slowly.
+// Keys in bfloat16 are multiplied likewise (kernels/attention_pairs.h). Where there are no such registers their twin
+// computes the same, slowly.
 #pragma once
 #include "bfloat16_dot.h"
 

@@ -128,8 +128,8 @@ struct TileWork {
         for (int i = 0; i < group; i++) round_query(r * group + i, from + (size_t)i * dim);
         continue;
       }
-      if (!j.is_dot) memcpy(q + at, from, (size_t)group * dim * sizeof(float));
-      for (int i = 0; j.is_dot && i < group * dim; i += 16) store((Rounded*)q + at + i, load(from + i));
+      if (j.pair_block == nullptr) memcpy(q + at, from, (size_t)group * dim * sizeof(float));
+      for (int i = 0; j.pair_block != nullptr && i < group * dim; i += 16) store((Rounded*)q + at + i, load(from + i));
     }
   }
 
@@ -218,18 +218,18 @@ struct TileWork {
       const aq::CodedQueries own{coded.words + at / 4, coded.scales + first, coded.minus + first, coded.from + first,
                                  coded.to + first};
       aq::integer_tiles->attention(own, rows * group, dim, keys, s.maximum, s.sum, s.accumulator);
-    } else if (job.is_dot) {
-      dot_update((const Pair*)q + at / 2, rows * group, keys, s);
+    } else if (job.pair_block != nullptr) {
+      pair_update((const Pair*)q + at / 2, rows * group, keys, s);
     } else {
       block_update(q + at, rows * group, dim, keys, job.scale, s);
     }
   }
 
-  void dot_update(const Pair* from, int count, const Keys<Rounded>& keys, State s) {
-    aq::dot_block(from, count, dim, keys, job.scale, paired, s.maximum, s.sum, s.accumulator);
+  void pair_update(const Pair* from, int count, const Keys<Rounded>& keys, State s) {
+    job.pair_block(from, count, dim, keys, job.scale, paired, s.maximum, s.sum, s.accumulator);
   }
-  template <class T> void dot_update(const Pair*, int, const Keys<T>&, State) {
-  }  // not reached: is_dot has rounded keys
+  template <class T> void pair_update(const Pair*, int, const Keys<T>&, State) {
+  }  // not reached: a pair_block has rounded keys
 
   // Blocks of one span, in order.
   void run_blocks(int block, int end, float start = 0.0f) {

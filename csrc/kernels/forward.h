@@ -222,7 +222,8 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     attend.layer = index, attend.window = layer.attention.window, attend.sinks = layer.attention.sinks;
     attend.key_shift = key_shift_of(job, layer);
     attend.is_rounded = takes_rounded(layer.attention.o.dtype);
-    attend.is_dot = is_dot(layer.attention.o.dtype) && holds_rounded(job.kv->dtype);
+    const int linears = layer.attention.o.dtype;
+    attend.pair_block = holds_rounded(job.kv->dtype) ? aq::pair_block(is_dot(linears), is_tiled(linears)) : nullptr;
     const void* normed = job.normed;
     if (!model.is_draft)
       normed = norm_rows(worker, job.hidden, nullptr, num_rows, layer.input_norm, model.eps, layer.attention.qkv,

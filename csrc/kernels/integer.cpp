@@ -10,7 +10,12 @@ static aq::TileFunction tile_of(int dtype) {
   return integer_tile_of(dtype, [](auto format) { return any_integer_tile<decltype(format)>; });
 }
 
+static void pair_update(const aq::Pair* q, int queries, int dim, const aq::Keys<aq::Rounded>& keys, float scale,
+                        aq::Pair* paired, float* maximum, float* sum, float* accumulator) {
+  amx_twin::kIntegerTiles.pair_attention(q, queries, dim, keys, scale, paired, maximum, sum, accumulator);
+}
+
 extern const aq::IntegerTiles kIntegerTiles;
-const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kIntegerRows, coded_update, false};
+const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kIntegerRows, coded_update, pair_update, false};
 
 }  // namespace AQ_NAMESPACE

@@ -76,22 +76,30 @@ struct CodedQueries {
 using CodedBlock = void (*)(const CodedQueries& q, int queries, int dim, const Keys<Code>& keys, float* maximum,
                             float* sum, float* accumulator);
 
+// block_update of attention_block.h over pairs; paired holds 32 * dim of them for each of keys and values. dot_block:
+// in the second arithmetic, from dot.cpp.
+using PairBlock = void (*)(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired,
+                           float* maximum, float* sum, float* accumulator);
+void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired,
+               float* maximum, float* sum, float* accumulator);
+
 // What integer dot products compute, from integer.cpp or tiles.cpp: the tile of a format in the third arithmetic, its
-// rows at most, of fewer than kWideFrom rows and of more, and a block of attention. Also the tile of the fourth, which
-// tile registers compute.
+// rows at most, of fewer than kWideFrom rows and of more, and a block of attention. Also the tile and the block of the
+// fourth, which tile registers compute.
 struct IntegerTiles {
   TileFunction (*of)(int dtype);
   int rows, wide_rows;
   CodedBlock attention;
+  PairBlock pair_attention;
   bool has_registers;  // of AMX, which the kernel has to grant
 };
 constexpr int kWideFrom = 13;  // below, dot products are as fast on a Granite Rapids, or faster
 extern const IntegerTiles* integer_tiles;  // of the instruction set in use; api.cpp
 
-// block_update of attention_block.h in the second arithmetic; paired holds 32 * dim pairs for each of keys and values.
-// From dot.cpp.
-void dot_block(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* paired,
-               float* maximum, float* sum, float* accumulator);
+// How attention multiplies bfloat16 keys beside linears of the second arithmetic, or of the fourth; NULL: in float32.
+static inline PairBlock pair_block(bool is_dot, bool is_tiled) {
+  return is_dot ? dot_block : is_tiled ? integer_tiles->pair_attention : nullptr;
+}
 
 struct Tile {
   int32_t row, num_rows;  // consecutive rows of one slot
@@ -102,7 +110,8 @@ struct AttentionJob {
   const AqRows* rows;
   const float* q;  // [R, q_stride], heads first
   void* out;       // [R, num_heads * head_dim], float or, if is_rounded, Rounded
-  bool is_rounded, is_dot;  // is_dot: in the second arithmetic
+  bool is_rounded;
+  PairBlock pair_block;  // NULL: in float32, or over keys in eight bits
   const float *sinks, *key_shift;  // key_shift: as in AqAttention, NULL for keys in floats
   int layer, num_heads, q_stride, window;
   float scale;

@@ -1,5 +1,6 @@
 // What integer.cpp has, over tile registers where rows are many, and the tile of the fourth arithmetic: compiled for
 // AMX, and for the registers' twin.
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "integer_tiles.h"
 #include "pair_tiles.h"
@@ -12,6 +13,6 @@ static aq::TileFunction tile_of(int dtype) {
 }
 
 extern const aq::IntegerTiles kIntegerTiles;
-const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kWideRows, wide_update, kHasTileRegisters};
+const aq::IntegerTiles kIntegerTiles = {tile_of, kIntegerRows, kWideRows, wide_update, pair_update, kHasTileRegisters};
 
 }  // namespace AQ_NAMESPACE

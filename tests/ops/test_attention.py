@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 FAST_ISAS = [isa for isa in ISAS if isa != "portable"] or ISAS
 STORED = {
     "float32": (torch.float32, native.FLOAT32), "bfloat16": (torch.bfloat16, native.FLOAT32),
-    "dot": (torch.bfloat16, native.BFLOAT16_DOT),
+    "dot": (torch.bfloat16, native.BFLOAT16_DOT), "tiles": (torch.bfloat16, native.BFLOAT16_TILES),
 }  # fmt: skip
 """How keys are stored, and the arithmetic over them."""
 
@@ -74,11 +74,12 @@ def test_matches_reference(data):
     check(cache, specs, q, **how)
 
 
+@pytest.mark.parametrize("storage", ["dot", "tiles"])
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_the_second_arithmetic_rounds_queries_and_weights_alone(data):
+@given(data=st.data())
+def test_pairs_round_queries_and_weights_alone(data, storage):
     """Values weigh up to half a unit of bfloat16's last place more or less, 2^-9 of each."""
-    _, arithmetic = stored("dot")
+    _, arithmetic = stored(storage)
     cache, specs, q, how = some_rows(data.draw, partial(Cache.new, dtype=torch.bfloat16), isas=FAST_ISAS)
     got = attention(cache, specs, q, q.shape[2] ** -0.5, **how, arithmetic=arithmetic)
     rounded = torch.as_tensor(q).bfloat16().float().numpy()
@@ -107,7 +108,7 @@ def test_node_equals_token_decoded_alone_at_every_offset_of_a_block(storage, isa
         assert np.array_equal(bits(chunk), bits(np.concatenate(alone))), (root, storage, isa)
 
 
-@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
+@pytest.mark.parametrize("storage", ["bfloat16", "dot", "tiles"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_bits_do_not_depend_on_chunks_threads_pages_or_isa(group, storage):
     """150 rows of a prompt over 700 keys, with a window and sinks, cut into chunks in several ways."""
@@ -169,7 +170,7 @@ def test_a_row_in_a_chunk_equals_the_row_alone(data, storage):
     assert np.array_equal(spoiled[kept], chunk[kept])
 
 
-@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
+@pytest.mark.parametrize("storage", ["bfloat16", "dot", "tiles"])
 def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     """One kv head on 2 and 3 threads makes each span of 512 keys an item of its own."""
     arithmetic = stored(storage)[1]
@@ -184,7 +185,7 @@ def test_spans_computed_by_several_threads_fold_to_the_same_bits(storage):
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("storage", ["bfloat16", "dot"])
+@pytest.mark.parametrize("storage", ["bfloat16", "dot", "tiles"])
 @pytest.mark.parametrize("kv_heads", [1, 3])
 @pytest.mark.parametrize("window", [0, 700])
 def test_workers_that_share_tiles_by_blocks_give_the_same_bits(window, kv_heads, storage):

@@ -75,9 +75,9 @@ class NativeModel:
     """A decoder whose layers run in one native call. Keeps its own packed copy of the weights.
 
     arithmetic "bfloat16" multiplies bfloat16 weights, keys and values by factors rounded to bfloat16, which is twice as
-    fast on AMD's CPUs and needs AVX512_BF16. "bfloat16_tiles" does the same by AMX, but for keys and values, which are
-    multiplied in float32, and sums in another order (csrc/formats/bfloat16_tiles.h). As in float32, a row's bits do not
-    depend on other rows, threads or chunks; but each gives other bits. Sums, norms and sampling are float32 in all.
+    fast on AMD's CPUs and needs AVX512_BF16. "bfloat16_tiles" does the same by AMX and adds up in another order
+    (csrc/formats/bfloat16_tiles.h). As in float32, a row's bits do not depend on other rows, threads or chunks; but
+    each gives other bits. Sums, norms and sampling are float32 in all.
 
     arithmetic "int8" rounds what codes are multiplied with to integers (csrc/formats/integer_dot.h): for int8, int4 and
     GGUF's blocks, on every CPU with the same bits. Attention is float32 beside it, and so are linears of floats.

@@ -109,7 +109,7 @@ def ceilings_of(choice: LimitsChoice, dtype: str, on_stage: OnStage) -> Ceilings
     if rate is None:
         needs = {"bfloat16": "AVX512_BF16", "bfloat16_tiles": "AMX"}.get(arithmetic, "the native library")
         raise ValueError(f"arithmetic={arithmetic!r}: this CPU or build lacks {needs}; use arithmetic='float32'")
-    beside = rate if arithmetic == "bfloat16" else measured.float32  # the arithmetic of attention
+    beside = measured.float32 if arithmetic == "int8" else rate  # attention does not run on integers
     read, copy, linears, attention = (
         Figure(r.per_s, "measured", f"{r.by}, {measured.date}") for r in (measured.read, measured.copy, rate, beside)
     )
