@@ -62,6 +62,25 @@ static PairedBlock pair_up(const Keys<Rounded>& keys, int dim, Pair* memory) {
   return block;
 }
 
+// Gives positions that are not seen -inf, and each query the maximum of its scores by lane.
+AQ_INLINE void mask_scores(float* p, int queries, int from, int to, float* rows) {
+  for (int m = 0; m < queries; m++) {
+    Vec top = set1(-kInfinity);
+    for (int g = 0; g < kGroups; g++) {
+      float* at = p + m * AQ_BLOCK + g * 16;
+      const Vec own = visible(g, from, to, load(at), set1(-kInfinity));
+      store(at, own);
+      top = max(top, own);
+    }
+    store(rows + m * 16, top);
+  }
+}
+
+// a = a * old_weight + sum * new_weight, for 16 channels of one query.
+AQ_INLINE void add_own(Vec sum, float old_weight, float new_weight, float* a) {
+  store(a, fma(load(a), set1(old_weight), mul(sum, set1(new_weight))));
+}
+
 // Up to 16 queries. Registers: 0 holds queries, 1 keys, 2 weights, 3 values, 4 to 7 the sums of four groups of keys or
 // of channels.
 class PairQueries {
@@ -97,16 +116,7 @@ class PairQueries {
       add_scores<0>(d), add_scores<1>(d), add_scores<2>(d), add_scores<3>(d);
     }
     store_sums(p_, AQ_BLOCK);
-    for (int m = 0; m < count_; m++) {
-      Vec top = set1(-kInfinity);
-      for (int g = 0; g < kGroups; g++) {
-        float* at = p_ + m * AQ_BLOCK + g * 16;
-        const Vec own = visible(g, block_.from, block_.to, load(at), set1(-kInfinity));
-        store(at, own);
-        top = max(top, own);
-      }
-      store(rows_ + m * 16, top);
-    }
+    mask_scores(p_, count_, block_.from, block_.to, rows_);
   }
 
   template <int G> AQ_MEMBER void add_scores(int d) {
@@ -127,10 +137,8 @@ class PairQueries {
     alignas(64) float sums[kTileRegisterRows * 64];
     store_sums(sums, 64);
     for (int m = 0; m < count_; m++)
-      for (int d = 0; d < parts * 16; d += 16) {
-        float* a = accumulator + (size_t)m * dim_ + first_dim + d;
-        store(a, fma(load(a), set1(old_[m]), mul(load(sums + m * 64 + d), set1(new_[m]))));
-      }
+      for (int d = 0; d < parts * 16; d += 16)
+        add_own(load(sums + m * 64 + d), old_[m], new_[m], accumulator + (size_t)m * dim_ + first_dim + d);
   }
 
   template <int D> AQ_MEMBER void add_weighed(const Pair* v, int parts) {
@@ -157,10 +165,106 @@ class PairQueries {
   alignas(64) float rows_[kTileRegisterRows * 16];
 };
 
+// The same for few queries, which wait for keys and values: registers of 16 floats read them as they lie. Chains of a
+// sum as in pair_tiles.h.
+template <int QUERIES, int COUNT> struct PairSums {
+  Vec sum[QUERIES][COUNT], even[QUERIES][COUNT], odd[QUERIES][COUNT];
+
+  AQ_MEMBER PairSums() { clear(sum), clear(even), clear(odd); }
+  // Adds the products of each query's pair, `stride` pairs apart, with two vectors for each of the COUNT sums.
+  template <class Load> AQ_MEMBER void add_pair(const Pair* pairs, int stride, const Load& vectors) {
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; i++) {
+      const Vec low = vectors(0, i), high = vectors(1, i);
+#pragma GCC unroll 4
+      for (int m = 0; m < QUERIES; m++) {
+        uint32_t both;
+        memcpy(&both, pairs + m * stride, sizeof both);
+        even[m][i] = fma(as_float(shl<16>(iset1(both))), low, even[m][i]);
+        odd[m][i] = fma(as_float(iand(iset1(both), iset1(0xffff0000))), high, odd[m][i]);
+      }
+    }
+  }
+  AQ_MEMBER void close_group() {
+#pragma GCC unroll 4
+    for (int m = 0; m < QUERIES; m++)
+#pragma GCC unroll 4
+      for (int i = 0; i < COUNT; i++) sum[m][i] = add(sum[m][i], add(even[m][i], odd[m][i]));
+    clear(even), clear(odd);
+  }
+};
+
+template <int QUERIES, int GROUPS>
+AQ_INLINE void few_scores(const Pair* q, int dim, const Keys<Rounded>& keys, int first, float* p) {
+  PairSums<QUERIES, GROUPS> sums;
+  const int piece = dim % 32 == 0 ? 32 : 16;
+  for (int d = 0; d < dim; d += 2) {
+    sums.add_pair(q + d / 2, dim / 2, [&](int odd, int g) { return load(keys.k[first + g] + (d + odd) * 16); });
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) prefetch(keys.next_k[first + g] + d * 16);
+    if ((d + 2) % piece == 0) sums.close_group();
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < QUERIES; m++)
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; g++) store(p + m * AQ_BLOCK + (first + g) * 16, sums.sum[m][g]);
+}
+
+template <int QUERIES, int DIMS>
+AQ_INLINE void few_values(const Pair* weights, int first_dim, int dim, const Keys<Rounded>& keys, float* to) {
+  static const Rounded kUnseenValues[aq::kMaxHeadDim] = {};
+  PairSums<QUERIES, DIMS> sums;
+  for (int j = keys.from & ~1; j < keys.to; j += 2) {
+    const Rounded* v[2];
+    for (int odd = 0; odd < 2; odd++)
+      v[odd] = j + odd >= keys.from && j + odd < keys.to ? keys.v[j + odd] : kUnseenValues;
+    sums.add_pair(weights + j / 2, kHalf, [&](int odd, int d) { return load(v[odd] + first_dim + d * 16); });
+#pragma GCC unroll 4
+    for (int d = 0; d < DIMS; d++) prefetch(keys.next_v[j / 16] + j % 16 * dim + 2 * (first_dim + d * 16));
+    if ((j + 2) % kHalf == 0 || j + 2 >= keys.to) sums.close_group();
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < QUERIES; m++)
+#pragma GCC unroll 4
+    for (int d = 0; d < DIMS; d++) store(to + m * dim + first_dim + d * 16, sums.sum[m][d]);
+}
+
+template <int QUERIES>
+static __attribute__((noinline)) void few_queries(const Pair* q, int dim, const Keys<Rounded>& keys, float scale,
+                                                  const State& s) {
+  constexpr int kAtOnce = QUERIES <= 2 ? 4 : 2;
+  alignas(64) float p[QUERIES * AQ_BLOCK], rows[16 * 16], sums[QUERIES * aq::kMaxHeadDim];
+  float old_weight[16], new_weight[16];
+  {
+    const Flushing flushing;
+    const int end = (keys.to + 15) / 16;
+    for (int g = keys.from / 16; g < end;) {
+      if (end - g >= kAtOnce) few_scores<QUERIES, kAtOnce>(q, dim, keys, g, p), g += kAtOnce;
+      else few_scores<QUERIES, 1>(q, dim, keys, g, p), g += 1;
+    }
+  }
+  mask_scores(p, QUERIES, keys.from, keys.to, rows);
+  weigh_block<Pair>(Scores{scale, p, rows}, QUERIES, s, old_weight, new_weight);
+  {
+    const Flushing flushing;
+    for (int d = 0; d < dim;) {
+      if (dim - d >= kAtOnce * 16) few_values<QUERIES, kAtOnce>((const Pair*)p, d, dim, keys, sums), d += kAtOnce * 16;
+      else few_values<QUERIES, 1>((const Pair*)p, d, dim, keys, sums), d += 16;
+    }
+  }
+  for (int m = 0; m < QUERIES; m++)
+    for (int d = 0; d < dim; d += 16)
+      add_own(load(sums + m * dim + d), old_weight[m], new_weight[m], s.accumulator + (size_t)m * dim + d);
+}
+
 static void pair_update(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* memory,
                         float* maximum, float* sum, float* accumulator) {
-  const PairedBlock block = pair_up(keys, dim, memory);
   const State state{maximum, sum, accumulator};
+  if (kHasTileRegisters && queries == 1) return few_queries<1>(q, dim, keys, scale, state);
+  if (kHasTileRegisters && queries == 2) return few_queries<2>(q, dim, keys, scale, state);
+  if (kHasTileRegisters && queries == 3) return few_queries<3>(q, dim, keys, scale, state);
+  if (kHasTileRegisters && queries == 4) return few_queries<4>(q, dim, keys, scale, state);
+  const PairedBlock block = pair_up(keys, dim, memory);
   const int num_tiles = (queries + kTileRegisterRows - 1) / kTileRegisterRows;
   for (int t = 0; t < num_tiles; t++) {
     const int first = queries * t / num_tiles, last = queries * (t + 1) / num_tiles;
