@@ -80,6 +80,7 @@ def linears(recorder: Recorder) -> None:
     stored: list[tuple[str, Any, str, str | None]] = [
         (str(dtype), weight.to(dtype), "float32", None) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]
+    stored.append(("bfloat16", weight.bfloat16(), "bfloat16_tiles", None))
     for arithmetic in ("float32", "int8"):
         stored += [(dtype, weight, arithmetic, dtype) for dtype in ("int8", "int4")]
         stored += [(kind, random_blocks(kind, n, 2 * WIDTHS[kind]), arithmetic, None) for kind in BLOCK_TYPES]
@@ -125,8 +126,13 @@ def drawing(recorder: Recorder) -> None:
 
 def attention(recorder: Recorder) -> None:
     """Trees and chunks over more than a span, with windows, sinks and all key dtypes."""
-    for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        recorder.label(f"attention over {dtype} keys")
+    for dtype, arithmetic in (
+        (torch.float32, native.FLOAT32),
+        (torch.bfloat16, native.FLOAT32),
+        (torch.bfloat16, native.BFLOAT16_TILES),
+        (torch.int8, native.FLOAT32),
+    ):
+        recorder.label(f"attention over {dtype} keys, {native.FORMATS[arithmetic]}")
         length, kv_heads, dim = 700, 2, 32
         in_codes = dtype == torch.int8
         cache = CodedCache.new(708, 2, dim, 32) if in_codes else ops.Cache.new(708, 2, dim, 32, dtype)
@@ -137,16 +143,17 @@ def attention(recorder: Recorder) -> None:
         rows += [ops.Row(length, (length, length + 3)), ops.Row(length, (length, length + 2, length + 5), 9)]
         q, sinks = floats(len(rows), 6, dim, seed=2), np.linspace(-2, 2, 6).astype(np.float32)
         for window, sink in ((0, None), (100, sinks)):
-            ops.attention(cache, rows, q, 0.2, window, sink)
+            ops.attention(cache, rows, q, 0.2, window, sink, arithmetic)
         chunk = [ops.Row(500 + i) for i in range(1, 150)]
-        ops.attention(cache, chunk, floats(len(chunk), 6, dim, seed=3), 0.2)
+        ops.attention(cache, chunk, floats(len(chunk), 6, dim, seed=3), 0.2, arithmetic=arithmetic)
 
 
 def forwards(recorder: Recorder) -> None:
-    """Whole models in several storages and both arithmetics: a prompt, a tree behind it, a draft, and all heads."""
+    """Whole models in several storages and arithmetics: a prompt, a tree behind it, a draft, and all heads."""
     for dtype, arithmetic, quantised in (
         (torch.float32, "float32", None),
         (torch.bfloat16, "float32", None),
+        (torch.bfloat16, "bfloat16_tiles", None),
         (torch.bfloat16, "float32", "int4"),
         (torch.bfloat16, "int8", "int8"),
         (torch.bfloat16, "int8", None),

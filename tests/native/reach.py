@@ -58,7 +58,7 @@ def packed_bytes(n: int, k: int, dtype: int) -> int:
 
 def source_bytes(n: int, k: int, dtype: int) -> int:
     """Of a weight before aq_pack."""
-    kind = native.FORMATS[dtype].removesuffix("_dot")
+    kind = native.FORMATS[dtype].removesuffix("_dot").removesuffix("_tiles")
     if kind.upper() in BLOCK_TYPES:
         inputs, size = block_size(kind.upper())
         return n * k // inputs * size
