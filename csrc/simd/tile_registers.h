@@ -8,10 +8,9 @@
 //   t.store<C>(p, stride)
 //   t.add_products<C, A, B, S>() C[m][n] += A[m][4 k + j] * B[k][n][j] over k and j < 4: 32-bit words of C, bytes of A
 //                                and B, of which A's are signed and B's unsigned or, if S is kWeighted, the other way
-//   t.add_pairs<C, A, B>()       C[m][n] += (e + o): floats of C, e the sum of A[m][2 k] * B[k][n][0] over k in order
-//   by
-//                                fused multiply-adds, o that of A[m][2 k + 1] * B[k][n][1], bfloat16 of A and B; what
-//                                is subnormal is 0
+//   t.add_pairs<C, A, B>()       C[m][n] += (e + o): floats of C, bfloat16 of A and B. e is the sum of
+//                                A[m][2 k] * B[k][n][0] over k in order, by fused multiply-adds, o that of
+//                                A[m][2 k + 1] * B[k][n][1]. What is subnormal is 0.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -21,7 +21,7 @@ class Contest:
     random_weights: str | None = setting(
         None, "llama-230m, llama-494m, llama-32m or a config.json: a target of random weights, and no draft."
     )
-    bf16_arithmetic: bool = setting(False, "aquiline in bfloat16 arithmetic, too (AVX512_BF16).")
+    bf16_arithmetic: bool = setting(False, "aquiline in bfloat16 arithmetic, too (by AMX or AVX512_BF16).")
     num_spec_tokens: tuple[int, ...] = setting((3, 4, 5), "Chains of aquiline, and of peers with its draft.")
     prompt_tokens: int = setting(128, "Tokens of every prompt.")
     new_tokens: int = setting(128, "Tokens of every continuation, past EOS.")
