@@ -57,13 +57,15 @@ class Played(NamedTuple):
 
 def played(
     rivalry: Rivalry, rates: Callable[[int], Rates], num_calls: int, *, noise: float = 0.1, change: float = 4.0,
-    prompt_pace: float = 1.0, speedup: float = 1.1, num_nodes: float = 1.0,
+    prompt_pace: float = 1.0, speedup: float | None = None, num_nodes: float = 1.0,
 ) -> Played:  # fmt: skip
     """Calls of eight steps of a millisecond. Of a rival's rate come the tokens. Steps with a prompt are each tenth
-    call; they take prompt_pace times what they are worth. A turn begins with a call that takes `change` ms longer."""
+    call; they take prompt_pace times what they are worth. A turn begins with a call that takes `change` ms longer.
+    speedup: what the plan promises, by default 1.2 if it drafts."""
     rng, turns, lost = random.Random(1), list[int](), 0.0
+    promised = speedup or (1.2 if num_nodes >= 0.5 else 1.0)
     for number in range(num_calls):
-        turn = rivalry.begin_call(speedup, num_nodes)
+        turn = rivalry.begin_call(promised, num_nodes)
         own = [*rates(number), *[rates(number)[-1]] * len(CHAIN_LEVELS)]
         is_first, has_prompts = turns[-1:] not in ([], [turn]), number % 10 == 9
         worth_ms = 8 * own[turn] * math.exp(rng.gauss(0, noise))
@@ -113,7 +115,7 @@ def test_what_turns_cost_is_bounded(rates: Rates) -> None:
 def test_a_short_run_pays_for_few_turns() -> None:
     """At a load that it has not met. The last turn may cost more than was left."""
     rivalry, change = Rivalry(1.0, 8, can_draft=True), 12.0
-    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=change, speedup=1.0)
+    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=change)
     assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + 2 * change
 
 
@@ -139,6 +141,17 @@ def test_none_takes_over_after_one_turn_where_nothing_is_planned(num_nodes: floa
     begin = found.turns.index(NONE)
     assert found.turns[begin + TURN_STEPS // 8 + 1] == goes_on
     assert (begin == TURN_STEPS // 8) == (goes_on == NONE), "it does not wait where nothing is planned"
+
+
+@pytest.mark.parametrize("speedup, first", [(1.1, NONE), (1.2, CHAIN)])
+def test_none_has_its_turn_first_where_a_plan_promises_little(speedup: float, first: int) -> None:
+    """As soon as there is a pace to compare it with; a plan that promises more is first compared with a chain."""
+    rates, steps = (0.9, 1.0, 0.95), 8
+    found = played(Rivalry(1.0, 16, can_draft=True), lambda _: rates, 200, noise=0.0, change=0.0, speedup=speedup)
+    begin = next(number for number, turn in enumerate(found.turns) if turn != PLANNED)
+    assert found.turns[begin] == first
+    if first == NONE:
+        assert begin * steps <= 1.3 * TURN_STEPS and found.turns[2 * TURN_STEPS // steps + 4 :].count(NONE) > 100
 
 
 def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:

@@ -37,8 +37,9 @@ MOST_LOST, SHORT_WAIT, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 1, 4, 10, 40
 """The steps after whose loss a turn ends. Numbers of turns for which the next one waits: where another rival seems
 faster, and its lead is not large enough yet; at first; after some turns; and where no other may well be faster."""
 
-LEAST_GAIN = 0.03
-"""By how much drafting must be faster than none."""
+LEAST_GAIN, LITTLE_SPEEDUP = 0.03, 1.15
+"""By how much drafting must be faster than none. Where a plan promises less than this speedup, none has its turn first,
+as soon as it can be told: costs that were learnt from steps that draft err by as much for steps that do not."""
 
 TURN_MEMORY, TURN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.2, 0.5
 """Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, and by
@@ -98,7 +99,7 @@ class Rivalry:
         that it verifies for a sequence."""
         turns = self._ms / (TURN_STEPS * self.step_ms)
         self._is_idle = len(self._gains) > FIRST_CHAIN and num_nodes < 0.5 and self.fastest == PLANNED
-        is_free = self._is_idle and not self._turns[NONE]
+        is_free = self._begins_with_none(speedup) and not self._turns[NONE]
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
@@ -131,7 +132,7 @@ class Rivalry:
     def _try_another(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
         since the last one."""
-        others = self._others(num_nodes)
+        others = self._others(speedup, num_nodes)
         other = max(others, key=self._hope)
         is_hopeless = self._hope(other) <= self._gains[self.fastest]
         if is_hopeless and turns < min(HOPELESS_WAIT, FIRST_WAIT + sum(self._turns)):
@@ -141,14 +142,18 @@ class Rivalry:
         if self._earned >= self._expected_cost(other, speedup):
             self._begin(other)
 
-    def _others(self, num_nodes: float) -> list[int]:
+    def _begins_with_none(self, speedup: float) -> bool:
+        """Whether planned drafting goes on and promises so little that none may well be faster."""
+        return len(self._gains) > FIRST_CHAIN and self.fastest == PLANNED and speedup < LITTLE_SPEEDUP
+
+    def _others(self, speedup: float, num_nodes: float) -> list[int]:
         """The rivals that may be faster than the fastest, the likeliest of those first that have had no turn."""
         chain, count = self._best_chain, len(self._gains)
         if chain is None:
             chains = sorted(range(FIRST_CHAIN, count), key=lambda i: abs(CHAIN_LEVELS[i] - num_nodes))[:1]
         else:
             chains = [i for i in (chain, chain - 1, chain + 1) if i < count]
-        found = [*chains, NONE, PLANNED] if num_nodes >= 0.5 else [NONE, *chains, PLANNED]
+        found = [NONE, *chains, PLANNED] if self._begins_with_none(speedup) else [*chains, NONE, PLANNED]
         return [i for i in dict.fromkeys(found) if i != self.fastest]
 
     @property
