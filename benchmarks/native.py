@@ -167,8 +167,7 @@ def bench_forward(
 
 def arithmetics() -> tuple[str, ...]:
     """What this CPU has."""
-    dot = ["bfloat16"] * native_weights.has_bf16_dot()
-    return tuple(dict.fromkeys(["float32", *dot, native_weights.fastest_bf16()]))
+    return ("float32", *native_weights.paired_arithmetics())
 
 
 def bench_forwards() -> dict[str, dict[str, dict[str, float]]]:

@@ -110,7 +110,6 @@ class PairQueries {
   }
 
   AQ_MEMBER void score() {
-    clear_sums();
     for (int d = 0; d < dim_; d += piece_) {
       registers_.load<0>(q_ + d / 2, dim_ * sizeof(Rounded));
       add_scores<0>(d), add_scores<1>(d), add_scores<2>(d), add_scores<3>(d);
@@ -257,13 +256,15 @@ static __attribute__((noinline)) void few_queries(const Pair* q, int dim, const 
       add_own(load(sums + m * dim + d), old_weight[m], new_weight[m], s.accumulator + (size_t)m * dim + d);
 }
 
+constexpr int kFewQueries = 4;
+
 static void pair_update(const Pair* q, int queries, int dim, const Keys<Rounded>& keys, float scale, Pair* memory,
                         float* maximum, float* sum, float* accumulator) {
   const State state{maximum, sum, accumulator};
-  if (kHasTileRegisters && queries == 1) return few_queries<1>(q, dim, keys, scale, state);
-  if (kHasTileRegisters && queries == 2) return few_queries<2>(q, dim, keys, scale, state);
-  if (kHasTileRegisters && queries == 3) return few_queries<3>(q, dim, keys, scale, state);
-  if (kHasTileRegisters && queries == 4) return few_queries<4>(q, dim, keys, scale, state);
+  if (kHasTileRegisters && queries <= kFewQueries)
+    return with_queries(queries, [&](auto n) {
+      if constexpr (n.value <= kFewQueries) few_queries<n.value>(q, dim, keys, scale, state);
+    });
   const PairedBlock block = pair_up(keys, dim, memory);
   const int num_tiles = (queries + kTileRegisterRows - 1) / kTileRegisterRows;
   for (int t = 0; t < num_tiles; t++) {

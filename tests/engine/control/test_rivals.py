@@ -27,6 +27,7 @@ from aquiline.engine.control.rivals import (
     FIRST_COST,
     LEAST_GAIN,
     MOST_COST,
+    MOST_LOST,
     NONE,
     PLANNED,
     TURN_STEPS,
@@ -112,11 +113,13 @@ def test_what_turns_cost_is_bounded(rates: Rates) -> None:
     assert set(found.turns) >= {PLANNED, NONE, CHAIN}
 
 
-def test_a_short_run_pays_for_few_turns() -> None:
-    """At a load that it has not met. The last turn may cost more than was left."""
+@pytest.mark.parametrize("speedup, last", [(1.2, 0.0), (1.1, MOST_LOST + 8)])
+def test_a_short_run_pays_for_few_turns(speedup: float, last: float) -> None:
+    """At a load that it has not met. The last turn may cost more than was left: its change and, if none had the first
+    turn for next to nothing, the steps after whose loss it ends."""
     rivalry, change = Rivalry(1.0, 8, can_draft=True), 12.0
-    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=change)
-    assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + 2 * change
+    found = played(rivalry, lambda _: (1.0, 1.0, 0.7), 300, noise=0.0, change=change, speedup=speedup)
+    assert 0.0 < found.lost < COST_SHARE * 8 * 300 + FIRST_COST + 2 * change + last
 
 
 @pytest.mark.parametrize(("before", "after"), [((0.9, 1.0, 0.9), (1.4, 1.0, 1.1)), ((0.7, 1.0, 0.9), (1.4, 1.0, 0.9))])

@@ -41,10 +41,9 @@ def fastest_bf16() -> str:
     return next((arithmetic for arithmetic, code in PAIRED.items() if code == found), "float32")
 
 
-def bf16_arithmetic() -> str:
-    """The fastest of PAIRED here; "bfloat16", which this CPU may lack, where float32 is faster than all of them."""
-    fastest = fastest_bf16()
-    return fastest if fastest in PAIRED else "bfloat16"
+def paired_arithmetics() -> list[str]:
+    """Those of PAIRED that this CPU has instructions for, the fastest last."""
+    return ["bfloat16"] * has_bf16_dot() + ["bfloat16_tiles"] * (fastest_bf16() == "bfloat16_tiles")
 
 
 _CODES = {"float32": native.FLOAT32, "bfloat16": native.BFLOAT16, "float16": native.FLOAT16}

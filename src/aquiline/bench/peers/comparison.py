@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aquiline.backends.cpu.native_weights import bf16_arithmetic
+from aquiline.backends.cpu.native_weights import paired_arithmetics
 from aquiline.bench.data.prompts import RealPrompts, real_prompts
 from aquiline.bench.peers.contest import Contest
 from aquiline.bench.peers.contestants import Other, Own, PeerModel
@@ -146,7 +146,9 @@ class _Contesting:
         The rounded storages run if a peer runs them too."""
         exact = (stored_dtype(self.model.target), "float32")
         first = {PACKED: (PACKED, "auto")} if self.plan.is_packed else {"float32": exact}
-        more = {"bfloat16": ("bfloat16", bf16_arithmetic())} if self.work.bf16_arithmetic else {}
+        more = {}
+        if self.work.bf16_arithmetic:
+            more["bfloat16"] = ("bfloat16", ["bfloat16", *paired_arithmetics()][-1])
         rounded = {name: (name, "auto") for name in QUANTISED if any(spec.dtype == name for spec in self.plan.peers)}
         llms = {}
         for name, (dtype, arithmetic) in (first | more | rounded).items():

@@ -22,7 +22,7 @@ import numpy as np
 
 from aquiline.backends.cpu import calls
 from aquiline.backends.cpu.native_pair import configure, missing_reason
-from aquiline.backends.cpu.native_weights import PAIRED, fastest_bf16, has_bf16_dot
+from aquiline.backends.cpu.native_weights import PAIRED, paired_arithmetics
 from aquiline.blocks import FLOATS
 from aquiline.config import Environment
 from aquiline.engine.model import cpu_name
@@ -182,10 +182,7 @@ def _readers(pieces: list[Float32], split: Callable[..., None], is_native: bool)
 
 def _arithmetics(is_native: bool) -> list[str]:
     """The arithmetics of linears that this machine has instructions for."""
-    if not is_native:
-        return ["float32"]
-    paired = dict.fromkeys(["bfloat16"] * has_bf16_dot() + [fastest_bf16()])
-    return ["float32", *[name for name in paired if name in PAIRED], "int8"]
+    return ["float32", *paired_arithmetics(), "int8"] if is_native else ["float32"]
 
 
 def _gemms(arithmetic: str, is_native: bool) -> Ways:
