@@ -322,7 +322,7 @@ int32_t aq_num_threads(void) {
 }
 
 int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const float* g, int32_t num_states,
-               float* hidden, float* features, int32_t* num_experts) {
+               float* hidden, float* const* features, int32_t* num_experts) {
   AQ_TRY(check_model(model));
   AQ_TRY(check_kv(kv, model->num_kv_heads, model->head_dim));
   AQ_REQUIRE(kv->num_layers >= model->num_layers, "kv.num_layers=%d: the model has %d", kv->num_layers,
@@ -334,7 +334,7 @@ int aq_forward(const AqModel* model, const AqKV* kv, const AqRows* rows, const f
              num_states, rows->num_rows);
   AQ_TRY(check_pointer("hidden", hidden, sizeof(float)));
   if (model->is_draft) AQ_TRY(check_pointer("g", g, sizeof(float)));
-  if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float)));
+  if (features != nullptr) AQ_TRY(check_pointer("features", features, sizeof(float*)));
   if (num_experts != nullptr) AQ_TRY(check_pointer("num_experts", num_experts, sizeof(int32_t)));
   int32_t touched = 0;
   if (num_experts != nullptr) *num_experts = 0;

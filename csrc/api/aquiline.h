@@ -19,7 +19,7 @@ extern "C" {
 
 // Changes with every struct and signature, those of stages/stages.h and lookup/lookup.h too: backends/cpu/native.py
 // computes it from its mirror of them, and tests/test_abi.py says what it should be.
-#define AQ_ABI 0x84a2e998u
+#define AQ_ABI 0x4387e7a1u
 
 enum { AQ_LANES = 16, AQ_BLOCK = 64, AQ_GROUP = 32 };
 
@@ -126,12 +126,12 @@ int64_t aq_packed_bytes(int32_t n, int32_t k, int32_t dtype);
 int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_t dtype, void* packed);
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
-// (before the final norm) in hidden [R, hidden] and the captured features in features [R, num_capture * hidden]
-// (NULL: not wanted). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
+// (before the final norm) in hidden [R, hidden] and the captured features of row r in features[r]
+// [num_capture * hidden] (NULL: not wanted, of this row or, for `features`, of any). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
 // Of its rows only the first num_states leave anything in hidden; the others only write their keys and values. In other
 // models all rows have states. num_experts (NULL: not wanted): how many experts were read, of all layers together.
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, int32_t num_states, float* hidden,
-               float* features, int32_t* num_experts);
+               float* const* features, int32_t* num_experts);
 
 // From now on every call adds the time of its parts to seconds [7]: the target's attention (norm to output
 // projection), MLP and head, the draft's attention, MLP and head, and fusion. NULL ends the timing.

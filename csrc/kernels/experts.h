@@ -121,10 +121,9 @@ static void expert_rows(const Worker& worker, const AqExperts& experts, const Ro
   }
 }
 
-// hidden += the weighted sum of each row's experts. If `copy` is not NULL, it also receives the new values; its rows
-// are copy_stride floats apart.
+// hidden += the weighted sum of each row's experts.
 static void add_experts(const Worker& worker, const AqExperts& experts, const Routing& routing, const float* outputs,
-                        int rows, int width, float* hidden, float* copy, size_t copy_stride) {
+                        int rows, int width, float* hidden) {
   const int runs = width / 16, most = experts.per_token;
   const Share mine = share(worker, rows * runs);
   for (int i = mine.begin; i < mine.end; i++) {
@@ -135,15 +134,12 @@ static void add_experts(const Worker& worker, const AqExperts& experts, const Ro
       sum = fma(set1(routing.weights[row * most + j]), load(outputs + place * width + column), sum);
     }
     float* to = hidden + row * width + column;
-    sum = add(load(to), sum);
-    store(to, sum);
-    if (copy != nullptr) store(copy + row * copy_stride + column, sum);
+    store(to, add(load(to), sum));
   }
 }
 
 // The MLP of a layer with experts, from the residual stream to the residual stream. The last barrier is the caller's.
-static void mixture(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows, float* copy,
-                    size_t copy_stride) {
+static void mixture(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows) {
   const AqMlp& mlp = layer.mlp;
   const AqExperts& experts = *mlp.experts;
   const int width = job.model->hidden, inner = job.model->intermediate;
@@ -166,7 +162,7 @@ static void mixture(const Worker& worker, const ForwardJob& job, const AqLayer& 
                 memcpy(job.experts.outputs + (size_t)pair * job.model->hidden + column, sums, width * sizeof(float));
               });
   worker.barrier();
-  add_experts(worker, experts, routing, job.experts.outputs, rows, width, job.hidden, copy, copy_stride);
+  add_experts(worker, experts, routing, job.experts.outputs, rows, width, job.hidden);
 }
 
 }  // namespace AQ_NAMESPACE

@@ -165,19 +165,23 @@ static void attend_shared(const Worker& worker, const ForwardJob& job, const Att
   attention(worker, attend);
 }
 
-// The column of features that the output of layer `index` is written to; NULL if the layer is not captured.
-static float* feature_of(const ForwardJob& job, int index) {
+// Copies this worker's share of the residual stream, the output of layer `index`, to the features if it is captured. No
+// other worker writes to the stream before its next barrier.
+static void capture(const Worker& worker, const ForwardJob& job, int index) {
   const AqModel& model = *job.model;
+  const size_t width = model.hidden;
+  const Share mine = share(worker, job.num_states);
   for (int c = 0; c < model.num_capture && job.features != nullptr; c++)
-    if (model.capture[c] == index) return job.features + (size_t)c * model.hidden;
-  return nullptr;
+    for (size_t r = mine.begin; model.capture[c] == index && r < (size_t)mine.end; r++)
+      if (job.features[r] != nullptr)
+        memcpy(job.features[r] + c * width, job.hidden + r * width, width * sizeof(float));
 }
 
-// Adds what a linear gives for x to the residual stream, after `norm` if that is not NULL. If `copy` is not NULL, it
-// also receives the new values; its rows are copy_stride floats apart. The last barrier is the caller's.
+// Adds what a linear gives for x to the residual stream, after `norm` if that is not NULL. The last barrier is the
+// caller's.
 static void add_output(const Worker& worker, const ForwardJob& job, const AqLinear& linear, const float* norm,
-                       const void* x, int rows, float* copy = nullptr, size_t copy_stride = 0) {
-  if (norm == nullptr) return linear_add(worker, linear, x, rows, job.hidden, copy, copy_stride);
+                       const void* x, int rows) {
+  if (norm == nullptr) return linear_add(worker, linear, x, rows, job.hidden);
   const int width = linear.n;
   linear_store(linear, share_blocks(worker, linear), x, rows, job.outputs);
   worker.barrier();
@@ -186,21 +190,18 @@ static void add_output(const Worker& worker, const ForwardJob& job, const AqLine
     float *own = job.outputs + r * width, *to = job.hidden + r * width;
     rms_norm_row(own, norm, width, job.model->eps, own);
     for (int i = 0; i < width; i += 16) store(to + i, add(load(to + i), load(own + i)));
-    if (copy != nullptr) memcpy(copy + r * copy_stride, to, width * sizeof(float));
   }
 }
 
-// The MLP of a dense layer, from the residual stream to the residual stream and, if `copy` is not NULL, to copy too.
-// The last barrier is the caller's.
-static void dense(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows, float* copy,
-                  size_t copy_stride) {
+// The MLP of a dense layer, from the residual stream to the residual stream. The last barrier is the caller's.
+static void dense(const Worker& worker, const ForwardJob& job, const AqLayer& layer, int rows) {
   const AqMlp& mlp = layer.mlp;
   const void* normed =
       norm_rows(worker, job.hidden, nullptr, rows, layer.post_norm, job.model->eps, mlp.gate_up, job.normed);
   linear_activated(worker, mlp, normed, rows, job.gate_up);
   worker.barrier();
   const void* gated = rounded_rows(worker, mlp.down, job.gate_up, rows, job.codes);
-  add_output(worker, job, mlp.down, layer.mlp_out_norm, gated, rows, copy, copy_stride);
+  add_output(worker, job, mlp.down, layer.mlp_out_norm, gated, rows);
 }
 
 static void forward(const Worker& worker, const ForwardJob& job) {
@@ -235,11 +236,10 @@ static void forward(const Worker& worker, const ForwardJob& job) {
     add_output(worker, job, layer.attention.o, layer.attention_out_norm, attended, num_states);
     worker.barrier();
     lap(0);
-    float* feature = feature_of(job, index);
-    const size_t stride = (size_t)model.num_capture * model.hidden;
-    if (layer.mlp.experts == nullptr) dense(worker, job, layer, num_states, feature, stride);
-    else mixture(worker, job, layer, num_states, feature, stride);
+    if (layer.mlp.experts == nullptr) dense(worker, job, layer, num_states);
+    else mixture(worker, job, layer, num_states);
     worker.barrier();
+    capture(worker, job, index);
     lap(1);
   }
 }

@@ -144,7 +144,8 @@ struct ForwardJob {
   const AqRows* rows;
   const float* g;
   int num_states;  // rows from here on only write their keys and values
-  float *hidden, *features;
+  float* hidden;
+  float* const* features;
   // normed holds norm_copies copies of what the linear that reads it takes. attended and gate_up hold Rounded if the
   // linear that reads them takes it, else float; a linear that takes Codes rounds them into `codes`, norm_copies of
   // [rows, the widest k / 32].

@@ -131,14 +131,11 @@ static const void* rounded_rows(const Worker& worker, const AqLinear& linear, co
   return codes;
 }
 
-// y += x w^T, for the residual stream. If `copy` is not NULL, it also receives the new values; its rows are copy_stride
-// floats apart.
-static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y,
-                       float* copy = nullptr, size_t copy_stride = 0) {
+// y += x w^T, for the residual stream.
+static void linear_add(const Worker& worker, const AqLinear& linear, const void* x, int rows, float* y) {
   linear_rows(linear, share_blocks(worker, linear), x, rows, [&](int row, int column, int width, const float* sums) {
     float* to = y + (size_t)row * linear.n + column;
     for (int i = 0; i < width; i++) to[i] += sums[i];
-    if (copy != nullptr) memcpy(copy + row * copy_stride + column, to, width * sizeof(float));
   });
 }
 

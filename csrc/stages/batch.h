@@ -110,6 +110,7 @@ struct AqBatch {
   std::vector<AqDecode> decodes;
   aq::Trees trees;
   std::vector<int32_t> first_rows;  // of each chunk
+  std::vector<float*> feature_rows;  // where each row's features go; NULL: nobody reads them
   std::vector<int32_t> chunk_tokens;  // drawn by each chunk; -2: it does not draw
   std::vector<std::vector<int32_t>> paths, kept;  // of each decode: accepted nodes, root first; tokens
   std::vector<std::vector<aq::Guess>> guesses;  // of each decode: empty without a cut
@@ -163,6 +164,19 @@ struct Message {
   const float* row_costs;
   int num_row_costs;
 };
+
+// A feature that the draft's input is computed from, and the slot and KV index that this is kept by.
+struct Featured {
+  const float* feature;
+  int slot, index;
+};
+
+// Rows that are fused, or written as draft keys, at once. They and what is computed of them stay in the caches, and
+// sequences that begin to draft together need no more memory than a prompt.
+constexpr int kPieceRows = 256;
+
+// draft.cpp: computes the draft's inputs from these features, and keeps them.
+int fuse_rows(AqBatch* batch, const std::vector<Featured>& rows);
 
 // draft.cpp: fuses the features that the slots hold, so that the draft can read those of all computed tokens. A step
 // that does not draft only holds the feature of its token: fused one by one, each would read all weights of the fusion.

@@ -47,29 +47,42 @@ int run_spans(AqBatch* batch, std::vector<Span>* left, const std::vector<int>& t
 
 }  // namespace
 
-int fuse_held(AqBatch* batch, const std::vector<int>& slots) {
+int fuse_rows(AqBatch* batch, const std::vector<Featured>& rows) {
+  if (rows.empty()) return 0;
   const AqBatchConfig& c = batch->config;
-  const size_t wide = c.fusion.fc.k;
-  batch->gathered.clear();
+  const size_t wide = c.fusion.fc.k, width = c.draft->hidden;
+  batch->g.resize(std::max(batch->g.size(), std::min(rows.size(), (size_t)kPieceRows) * width));
+  for (size_t begin = 0, count; begin < rows.size(); begin += count) {
+    const size_t most = std::min(rows.size() - begin, (size_t)kPieceRows);
+    const float* features = rows[begin].feature;
+    for (count = 1; count < most && rows[begin + count].feature == features + count * wide;) count++;
+    if (count < most && count < kPieceRows / 4) {  // too few that stand side by side
+      count = most;
+      batch->gathered.resize(std::max(batch->gathered.size(), count * wide));
+      for (size_t i = 0; i < count; i++)
+        memcpy(batch->gathered.data() + i * wide, rows[begin + i].feature, wide * sizeof(float));
+      features = batch->gathered.data();
+    }
+    AQ_TRY(aq_fuse(&c.fusion, features, (int)count, batch->g.data()));
+    for (size_t i = 0; i < count; i++) {
+      const Featured& row = rows[begin + i];
+      float* kept = batch->fused_at(row.slot, row.index);
+      AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", row.slot, row.index);
+      memcpy(kept, batch->g.data() + i * width, width * sizeof(float));
+    }
+  }
+  return 0;
+}
+
+int fuse_held(AqBatch* batch, const std::vector<int>& slots) {
+  std::vector<Featured> found;
   for (const int number : slots) {
     const Slot& slot = batch->slots[number];
     for (int j = slot.num_computed - slot.num_held; j < slot.num_computed; j++)
-      batch->gathered.insert(batch->gathered.end(), batch->held_at(number, j), batch->held_at(number, j) + wide);
+      found.push_back({batch->held_at(number, j), number, j});
   }
-  if (batch->gathered.empty()) return 0;
-  const size_t width = c.draft->hidden, num_rows = batch->gathered.size() / wide;
-  batch->g.resize(std::max(batch->g.size(), num_rows * width));
-  AQ_TRY(aq_fuse(&c.fusion, batch->gathered.data(), (int)num_rows, batch->g.data()));
-  const float* fused = batch->g.data();
-  for (const int number : slots) {
-    Slot& slot = batch->slots[number];
-    for (int j = slot.num_computed - slot.num_held; j < slot.num_computed; j++, fused += width) {
-      float* kept = batch->fused_at(number, j);
-      AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", number, j);
-      memcpy(kept, fused, width * sizeof(float));
-    }
-    slot.num_held = 0;
-  }
+  AQ_TRY(fuse_rows(batch, found));
+  for (const int number : slots) batch->slots[number].num_held = 0;
   return 0;
 }
 
@@ -82,8 +95,9 @@ int extend(AqBatch* batch, const std::vector<Span>& spans, std::vector<int32_t>*
   if (last != nullptr) last->assign(spans.size(), 0);
   int64_t num_left = 0;
   for (const Span& span : left) num_left += span.end - span.begin;
-  while (num_left > batch->config.max_rows) {  // the last row of each span waits for the last pass
-    int room = batch->config.max_rows;
+  const int most = std::min(batch->config.max_rows, std::max(kPieceRows, (int)spans.size()));
+  while (num_left > most) {  // the last row of each span waits for the last pass
+    int room = most;
     for (size_t i = 0; i < left.size(); i++) {
       take[i] = std::min(room, left[i].end - left[i].begin - 1);
       room -= take[i], num_left -= take[i];

@@ -43,81 +43,57 @@ int fuse_due(AqBatch* batch) {
   return fuse_held(batch, due);
 }
 
-// Holds the features of the tokens [begin, end), which stand in the forward's rows row_of(token). Drops those that no
-// draft row from the token `end` on reads; the draft keys before them are out of reach too. Cannot fail.
-template <class F>
-void hold_tokens(AqBatch* batch, int number, int begin, int end, const F& row_of) {
-  const int window = batch->held_window(), wide = batch->config.fusion.fc.k;
-  Slot& slot = batch->slots[number];
-  slot.num_held += end - begin;
-  if (window > 0 && slot.num_held > window + kSpareHeld) {
-    slot.num_held = window;
-    slot.first_draft_key = slot.draft_end = end - window + 1;
+// The slot holds the features of the tokens [begin, end) too. Drops those that no draft row from the token `end` on
+// reads; the draft keys before them are out of reach too.
+void hold_tokens(const AqBatch& batch, int begin, int end, Slot* slot) {
+  const int window = batch.held_window();
+  slot->num_held += end - begin;
+  if (window > 0 && slot->num_held > window + kSpareHeld) {
+    slot->num_held = window;
+    slot->first_draft_key = slot->draft_end = end - window + 1;
   }
-  for (int j = std::max(begin, end - slot.num_held); j < end; j++)
-    memcpy(batch->held_at(number, j), batch->config.features + (size_t)row_of(j) * wide, wide * sizeof(float));
 }
 
+// Cannot fail.
 void hold(AqBatch* batch) {
+  const size_t wide = batch->config.fusion.fc.k;
   for (size_t b = 0; b < batch->decodes.size(); b++) {
     if (!holds(*batch, b)) continue;
     const int slot = batch->decodes[b].slot, root = batch->slots[slot].root(), first = batch->trees.offsets[b];
     const std::vector<int32_t>& path = batch->paths[b];
-    hold_tokens(batch, slot, root, root + (int)path.size(), [&](int j) { return first + path[j - root]; });
+    hold_tokens(*batch, root, root + (int)path.size(), &batch->slots[slot]);
+    for (size_t level = 0; level < path.size(); level++)
+      memcpy(batch->held_at(slot, root + (int)level), batch->config.features + (first + path[level]) * wide,
+             wide * sizeof(float));
   }
   for (size_t i = 0; i < batch->chunks.size(); i++) {
     const AqChunk& chunk = batch->chunks[i];
     Slot& slot = batch->slots[chunk.slot];
-    const int begin = std::max(chunk.start, slot.first_feature()), first = batch->first_rows[i] - chunk.start;
+    const int begin = std::max(chunk.start, slot.first_feature());
     if (!slot.drafts || batch->held_window() == 0 || begin >= chunk.end) continue;
     if (chunk.start < slot.num_computed) slot.num_held = 0;  // they are computed again
-    hold_tokens(batch, chunk.slot, begin, chunk.end, [&](int j) { return first + j; });
+    hold_tokens(*batch, begin, chunk.end, &slot);
   }
 }
 
-// A row of the forward whose feature is fused at once, and its index.
-struct Featured {
-  int row, slot, index;
-};
-
-std::vector<Featured> featured_rows(const AqBatch& batch) {
-  std::vector<Featured> found;
-  for (size_t b = 0; b < batch.decodes.size(); b++) {
-    const int slot = batch.decodes[b].slot, root = batch.slots[slot].root();
-    if (!batch.slots[slot].drafts || holds(batch, b)) continue;
-    for (int level = 0; level < (int)batch.paths[b].size(); level++)
-      found.push_back({batch.trees.offsets[b] + batch.paths[b][level], slot, root + level});
-  }
-  for (size_t i = 0; batch.held_window() == 0 && i < batch.chunks.size(); i++) {
-    const AqChunk& chunk = batch.chunks[i];
-    if (!batch.slots[chunk.slot].drafts) continue;
-    for (int j = std::max(chunk.start, batch.slots[chunk.slot].first_feature()); j < chunk.end; j++)
-      found.push_back({batch.first_rows[i] + j - chunk.start, chunk.slot, j});
-  }
-  return found;
-}
-
-// Computes the draft's inputs and keeps them by KV index. Where a cached page already holds one, its bits are the same.
+// Computes the draft's inputs that are due at once and keeps them by KV index. Where a cached page already holds one, its
+// bits are the same.
 int fuse(AqBatch* batch) {
-  const AqBatchConfig& c = batch->config;
-  const std::vector<Featured> found = featured_rows(*batch);
-  if (found.empty()) return 0;
-  const size_t wide = c.fusion.fc.k, width = c.draft->hidden;
-  batch->g.resize(std::max(batch->g.size(), found.size() * width));
-  const float* features = c.features + found[0].row * wide;
-  if (found.back().row - found[0].row + 1 != (int)found.size()) {  // rows ascend: these do not stand side by side
-    batch->gathered.resize(std::max(batch->gathered.size(), found.size() * wide));
-    for (size_t i = 0; i < found.size(); i++)
-      memcpy(batch->gathered.data() + i * wide, c.features + found[i].row * wide, wide * sizeof(float));
-    features = batch->gathered.data();
+  const auto feature = [&](int row) { return batch->config.features + (size_t)row * batch->config.fusion.fc.k; };
+  std::vector<Featured> found;
+  for (size_t b = 0; b < batch->decodes.size(); b++) {
+    const int slot = batch->decodes[b].slot, root = batch->slots[slot].root(), first = batch->trees.offsets[b];
+    if (!batch->slots[slot].drafts || holds(*batch, b)) continue;
+    for (int level = 0; level < (int)batch->paths[b].size(); level++)
+      found.push_back({feature(first + batch->paths[b][level]), slot, root + level});
   }
-  AQ_TRY(aq_fuse(&c.fusion, features, (int)found.size(), batch->g.data()));
-  for (size_t i = 0; i < found.size(); i++) {
-    float* kept = batch->fused_at(found[i].slot, found[i].index);
-    AQ_REQUIRE(kept != nullptr, "slot %d has no page for KV index %d", found[i].slot, found[i].index);
-    memcpy(kept, batch->g.data() + i * width, width * sizeof(float));
+  for (size_t i = 0; batch->held_window() == 0 && i < batch->chunks.size(); i++) {
+    const AqChunk& chunk = batch->chunks[i];
+    if (!batch->slots[chunk.slot].drafts) continue;
+    for (int j = std::max(chunk.start, batch->slots[chunk.slot].first_feature()); j < chunk.end; j++)
+      found.push_back({feature(batch->first_rows[i] + j - chunk.start), chunk.slot, j});
   }
-  return 0;
+  return fuse_rows(batch, found);
 }
 
 // Writes the draft keys of prompt chunks that did not hold their features. The key behind a prompt's last token waits

@@ -24,14 +24,21 @@ void path_of(const Trees& trees, int first, int node, std::vector<int32_t>* path
 // Node i of a slot is written at KV index root + i. If its level is i, as in a chain, its path is all nodes up to it
 // and this is its index in the sequence. Any other node reads the keys before its root, and of the keys from the root
 // on only those of its own path.
+//
+// What a draft with a window reads of a chunk is written where the slot holds it, as far as it is held. If the step is
+// never kept this may have replaced earlier features, which the draft rows behind the whole prompt do not read.
 void bind(AqBatch* batch) {
   RowBuffer& rows = batch->rows;
+  const size_t wide = batch->config.fusion.fc.k;
   const Trees& trees = batch->trees;
   std::vector<int32_t> path;
   rows.clear();
+  batch->feature_rows.clear();
   for (int b = 0; b < (int)batch->decodes.size(); b++) {
     const int slot = batch->decodes[b].slot, first = trees.offsets[b], root = batch->slots[slot].root();
     for (int i = 0; i < trees.size(b); i++) {
+      float* own = batch->slots[slot].drafts ? batch->config.features + (first + i) * wide : nullptr;
+      batch->feature_rows.push_back(own);
       if (trees.levels[first + i] == i) {
         rows.add(slot, trees.tokens[first + i], root + i, 0);
         continue;
@@ -45,7 +52,13 @@ void bind(AqBatch* batch) {
     const Slot& slot = batch->slots[chunk.slot];
     batch->first_rows.push_back(rows.num_rows());
     // The keys of the first num_hit tokens stand in cached pages: they are read and not written.
-    for (int i = chunk.start; i < chunk.end; i++) rows.add(chunk.slot, slot.history[i], i, 0, i >= slot.num_hit);
+    const bool is_held = batch->held_window() > 0;
+    const int first = std::max(slot.first_feature(), is_held ? chunk.end - batch->held_rows() : 0);
+    for (int i = chunk.start; i < chunk.end; i++) {
+      float* own = is_held ? batch->held_at(chunk.slot, i) : batch->config.features + rows.num_rows() * wide;
+      batch->feature_rows.push_back(slot.drafts && i >= first ? own : nullptr);
+      rows.add(chunk.slot, slot.history[i], i, 0, i >= slot.num_hit);
+    }
   }
 }
 
@@ -164,12 +177,8 @@ void accept(AqBatch* batch, int b) {
 
 int verify(AqBatch* batch, const std::vector<Drawing>& all, const Host& host) {
   const AqBatchConfig& c = batch->config;
-  bool captures = false;
-  for (const AqDecode& decode : batch->decodes) captures |= batch->slots[decode.slot].drafts;
-  for (const AqChunk& chunk : batch->chunks)
-    captures |= batch->slots[chunk.slot].drafts && batch->slots[chunk.slot].first_feature() < chunk.end;
   AQ_TRY(aq_forward(c.target, c.target_kv, &batch->rows.rows(), nullptr, batch->rows.num_rows(), c.hidden,
-                    captures ? c.features : nullptr, &batch->num_experts));
+                    batch->feature_rows.data(), &batch->num_experts));
   batch->lap(kVerifyTime);
   AQ_TRY(draw(batch, all, host));
   const size_t count = batch->decodes.size();
@@ -221,6 +230,18 @@ int aq_accept(const int32_t* tokens, const int32_t* parents, const int32_t* draw
   accept(tokens, parents, drawn, num_nodes, &found);
   std::copy(found.begin(), found.end(), path);
   *length = (int32_t)found.size();
+  return 0;
+}
+
+int aq_read_features(AqBatch* batch, int32_t num_rows, float* out) {
+  AQ_TRY(check_pointer("batch", batch, alignof(AqBatch)));
+  AQ_TRY(check_pointer("out", out, sizeof(float)));
+  const size_t wide = batch->config.fusion.fc.k, count = batch->feature_rows.size();
+  AQ_REQUIRE(num_rows >= 0 && num_rows <= (int)count, "num_rows=%d: the last step had %zu", num_rows, count);
+  for (int r = 0; r < num_rows; r++) {
+    AQ_REQUIRE(batch->feature_rows[r] != nullptr, "row %d: has no features, the draft reads none", r);
+    std::copy_n(batch->feature_rows[r], wide, out + r * wide);
+  }
   return 0;
 }
 

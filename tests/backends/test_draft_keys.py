@@ -125,6 +125,24 @@ def test_a_draft_with_a_window_begins_from_what_is_held(name: str, spell: int) -
     assert (first == 1) == (spell < 64) and first <= root + 1 - WINDOW
 
 
+def test_features_are_captured_where_the_draft_reads_them() -> None:
+    """Of a chunk that is longer than what a slot holds only the last ones, of a text that never drafts none."""
+    player = Player(windowed_pairs()[0], num_slots=2, row_budget=200)
+    player.add(words(200), NoDraft(), drafts=True, chunk=200)
+    player.step()
+    with pytest.raises(ValueError, match="row 0: has no features"):
+        player.backend.features_of(1)
+    player.step()
+    assert np.isfinite(player.backend.features_of(1)).all()
+    with pytest.raises(ValueError, match="num_rows=2: the last step had 1"):
+        player.backend.features_of(2)
+    never = Player(windowed_pairs()[0], num_slots=1)
+    never.add(PROMPT, NoDraft())
+    never.run(3)
+    with pytest.raises(ValueError, match="row 0: has no features"):
+        never.backend.features_of(1)
+
+
 @pytest.mark.parametrize(("prompt", "chunk", "spell", "most"), [
     (37, 30, 51, WINDOW + 64), (37, 30, 52, WINDOW), (37, 30, 116, WINDOW + 64), (40, 40, 150, WINDOW + 36),
     (200, 100, 9, WINDOW + 9),

@@ -21,6 +21,22 @@ pytestmark = needs_native
 LONG = dataclasses.replace(PARAMS, max_tokens=60)
 
 
+@pytest.mark.parametrize(("num_tokens", "expected"), [(54, [54]), (55, [48, 7]), (102, [48, 54]), (47, [47])])
+def test_a_prompt_ends_with_some_rows_more(num_tokens: int, expected: list[int]) -> None:
+    """An eighth of 48 rows more, rather than a step for them. The prompt behind it waits for the next step."""
+    llm = tiny_llm(max_batch=2, row_budget=48)
+    first, second = add(llm, "first", words(num_tokens), PARAMS), add(llm, "second", words(20, 1), PARAMS)
+    found = []
+    while not first.output_ids:
+        llm.engine.step()
+        assert llm.engine.pipeline.last is not None
+        found.append({c.slot: c.end - c.start for c in llm.engine.pipeline.last.plan.chunks})
+    assert [rows[first.slot] for rows in found] == expected
+    assert found[-1].get(second.slot, 0) == max(0, min(20, 48 - expected[-1]))
+    finish(llm)
+    assert first.output_ids == alone(words(num_tokens)) and second.output_ids == alone(words(20, 1))
+
+
 @pytest.mark.parametrize("name", ["none", "chain4", "dynamic"])
 @pytest.mark.parametrize("row_budget", [1, 7, 24, 48])
 def test_a_long_prompt_is_cut_beside_a_sequence_that_decodes(name: str, row_budget: int) -> None:

@@ -45,7 +45,12 @@ def serve(
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Rows of one forward: decoding first, then chunks of prompts.", rich_help_panel=BATCH)
+        int,
+        typer.Option(
+            help="Rows of one forward: decoding first, then chunks of prompts, the last of which may have an eighth "
+            "more.",
+            rich_help_panel=BATCH,
+        ),
     ] = 256,
     engine: Annotated[EngineConfig, Fields(only=ENGINE)],
     limits: Limits,

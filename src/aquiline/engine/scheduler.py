@@ -24,6 +24,10 @@ from aquiline.kv.prefix import PrefixCache
 MIN_CHUNK = 16
 """Prompt rows of a step in which decoding sequences alone fill the row budget: prompts must not starve."""
 
+MOST_REST = 32
+"""Rows beyond the budget with which a prompt may end, an eighth of it at most. A step of their own would take
+longer."""
+
 MOST_CHUNK_S = 0.1
 """About how many seconds prompt rows may add to a step of decoding sequences: a reader of a stream must not notice the
 prompts of others."""
@@ -321,14 +325,16 @@ class Scheduler:
         budget = max(self.row_budget - num_decode_rows, min(self.row_budget, MIN_CHUNK))
         if decoding:
             budget = min(budget, self.chunk_rows)
+        rest = min(MOST_REST, budget // 8)
         chunks = dict[Sequence, Chunk]()
         for sequence in sorted(unfilled, key=lambda s: s.urgency):
             end = min(sequence.prefill_end, sequence.num_planned + budget)
+            end = sequence.prefill_end if sequence.prefill_end - end <= rest else end
             is_last = end == sequence.prefill_end
             draws = is_last and end == len(sequence.tokens)
             chunks[sequence] = Chunk(sequence.slot, sequence.num_planned, end, is_last, draws)
             budget -= end - sequence.num_planned
-            if budget == 0:
+            if budget <= 0:
                 break
         prefilling = sorted(chunks, key=lambda s: s.slot)
         return tuple(prefilling), tuple(chunks[s] for s in prefilling)

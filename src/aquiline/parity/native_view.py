@@ -39,7 +39,7 @@ class NativeView:
         """The rows of the last step, as the library left them."""
         hidden = self.backend.hidden[:num_rows]
         logits = self.pair.target_model.logits(hidden, np.arange(num_rows, dtype=np.int32))
-        return {"final_hidden": hidden, "logits": logits, "features": self.backend.features[:num_rows]}
+        return {"final_hidden": hidden, "logits": logits, "features": self.backend.features_of(num_rows)}
 
     def draft(self, step_of: StepOf, way: Drafting, root: int) -> tuple[DraftTree, list[DraftRows]]:
         """A pass leaves the states of its rows, so a chain is drafted level by level, each time from the root."""

@@ -27,6 +27,10 @@ from aquiline.types import Float32
 
 WAYS: tuple[Drafting, ...] = (Chain(3), Static(), Chain(4), Static())
 """How the decode steps of a run draft, one after the other."""
+
+MOST_CHUNK = 64
+"""Rows of a chunk all of which have features, however short the draft's window is."""
+
 MOST_WRITTEN = 1 + sum(way.lookahead for way in WAYS)
 """Tokens that a run may write after its prompt, and nodes behind them."""
 PAGE_SIZE = 16
@@ -89,12 +93,14 @@ class WatchedRun:
         record.unseen.update({} if sees_target else self.view.unseen)
 
     def prefill(self) -> None:
-        """Compute the prompt in two chunks; its last row draws the first token."""
+        """Compute the prompt in two chunks or more; its last row draws the first token."""
         n = len(self.tokens)
+        size = min(MOST_CHUNK, -(-n // 2))
         sampling = SamplingParams(max_tokens=n + 64, temperature=0.0, seed=0)
         admits: tuple[Admit, ...] = (Admit(0, list(self.tokens), n, sampling, drafts=True),)
         pages: tuple[Pages, ...] = (Pages(0, 0, tuple(range(self.pages))),)
-        for start, end in ((0, n // 2), (n // 2, n)):
+        for start in range(0, n, size):
+            end = min(n, start + size)
             step = StepInput((), (Chunk(0, start, end, end == n, end == n),), admits, pages)
             admits, pages = (), ()
             with self.view.watching():

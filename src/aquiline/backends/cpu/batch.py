@@ -28,7 +28,7 @@ from aquiline.errors import NativeError
 from aquiline.spec.confidence import NUM_MARGINS, Cut
 from aquiline.spec.drafting import Chain, Drafting, Dynamic, Static
 from aquiline.spec.tree import DraftTree, Topology, static_shape
-from aquiline.types import Int32
+from aquiline.types import Float32, Int32
 
 REFUSED = -1
 """What a stage returns where it refuses its input, and has changed nothing."""
@@ -132,6 +132,12 @@ class NativeBatch:
         num = int(offsets[-1])
         tokens, parents = np.array(self.out[count + 1 : count + 1 + 2 * num], np.int32).reshape(2, num)
         return new_tree(tokens, parents, offsets)
+
+    def read_features(self, num_rows: int, width: int) -> Float32:
+        """The features [num_rows, width] of the last step's rows. Raises ValueError where the draft reads none."""
+        out = np.empty((num_rows, width), np.float32)
+        self._check(self._library.read_features(self._handle, num_rows, pointer(out)))
+        return out
 
     def replace_trees(self, tree: DraftTree, count: int) -> None:
         """Verify these trees instead of the drafted ones. Raises ValueError for an invalid tree or another root."""

@@ -7,7 +7,7 @@ next call.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_int32
+from ctypes import addressof, byref, c_int32, c_void_p
 from ctypes import pointer as pointer_to
 from operator import is_
 from typing import Any
@@ -247,10 +247,13 @@ class NativeModel:
         Writes keys and values, hidden [max_rows, H] (the residual stream before the final norm) and, if wanted,
         features [max_rows, num_capture * H]. A draft reads g [max_rows, H], which may be `hidden` itself."""
         assert hidden.shape[0] >= rows.num and hidden.shape[1] == self.hidden_size, (hidden.shape, rows.num)
-        features_at = g_at = None
+        feature_rows = g_at = None
         if features is not None:
             assert features.shape[0] >= rows.num and features.shape[1] == self.num_capture * self.hidden_size
-            features_at = address("features", features, np.float32)
+            begin = address("features", features, np.float32)
+            feature_rows = (c_void_p * rows.num)(
+                *range(begin, begin + rows.num * features.strides[0], features.strides[0])
+            )
         if g is not None:
             assert g.shape[0] >= rows.num and g.shape[1] == self.hidden_size, (g.shape, rows.num)
             g_at = address("g", g, np.float32)
@@ -262,7 +265,7 @@ class NativeModel:
             g_at,
             rows.num,
             address("hidden", hidden, np.float32),
-            features_at,
+            feature_rows,
             byref(num_experts),
         )
         return num_experts.value

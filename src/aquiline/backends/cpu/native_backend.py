@@ -146,6 +146,10 @@ class CpuBackend:
             self._batch.keep()
         return self._finish(step, 1)[0]
 
+    def features_of(self, num_rows: int) -> Float32:
+        """The target's features [num_rows, num_capture * H] of the last step's rows, all of which the draft reads."""
+        return self._batch.read_features(num_rows, self.features.shape[1])
+
     def step(self, step: StepInput) -> CpuPending:
         """Both, with nothing in between."""
         return self.repeat(step, 1)[0]

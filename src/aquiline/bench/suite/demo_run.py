@@ -216,7 +216,7 @@ def measured_costs(llm: LLM) -> Costs:
     llm.engine.prepare_choosing()
     assert llm.engine.controller is not None
     costs, passes = llm.engine.controller.costs, (1,) * EXPECTED_CHAIN
-    one, rows = (costs.verify(rows) + costs.host_ms for rows in (1, EXPECTED_CHAIN + 1))
+    one, rows = (costs.step_ms(costs.verify(rows)) for rows in (1, EXPECTED_CHAIN + 1))
     shape = shape_of(llm.models.target_config, llm.models.storage)
     drafting = costs.draft_ms(passes) if llm.models.draft_config is not None else None
     return Costs(

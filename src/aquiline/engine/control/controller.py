@@ -96,6 +96,7 @@ class Controller:
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
         self._choosing_ms = 0.0  # of the call whose first step is computed now; 0 in its further steps
         self._repeats = False  # whether the last step that might be repeated was
+        self._call_steps = 1  # that the call has whose first step is computed now
         self._alone_ms = 0.0  # what it costs that the step is not repeated
         self._num_tokens = 0  # of the step
 
@@ -107,6 +108,7 @@ class Controller:
             self.rivals.pause()
             return None
         self._num_steps += 1
+        self._call_steps = 1
         choice = self.rivals.begin_call(plan, mine, self.costs, self._plan) or self._planned(plan, mine)
         self._choosing_ms = (time.perf_counter() - began) * 1e3
         self.ledger.num_chosen += 1
@@ -146,6 +148,7 @@ class Controller:
         """The last choice held for num_steps steps."""
         more = num_steps - 1
         self._num_steps += more
+        self._call_steps = num_steps
         if not self.rivals.is_fixed:
             self._repeats = True
             self._earn(more)
@@ -214,8 +217,10 @@ class Controller:
         work."""
         self.rivals.add_step(self._num_tokens, seconds * 1e3)
         self._num_tokens = 0
-        if self._inside_ms > 0.0:
-            self.costs.learn_host(seconds * 1e3 - self._inside_ms, self._choosing_ms)
+        is_alone = self._repeats and self._choosing_ms > 0.0 and self._call_steps == 1  # as few are
+        if self._inside_ms > 0.0 and not is_alone:
+            calls_ms = self._call_steps * self._inside_ms if self._choosing_ms and self._call_steps > 1 else 0.0
+            self.costs.learn_host(seconds * 1e3 - self._inside_ms, self._choosing_ms, calls_ms)
         self._inside_ms = self._choosing_ms = 0.0
 
     def forget(self, sequence: Sequence) -> None:

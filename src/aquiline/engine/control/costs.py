@@ -13,8 +13,8 @@ Behind the draft's passes a forward finds less of its weights in the caches. Tha
 that draft make the rows look dear, and with them the step that does not.
 
 Keys that come from slow memory take longer than the table says, and that time is shared by all rows of their sequence:
-as long as one row waits for its keys, further rows are computed meanwhile. So the factor of the keys is that of one row
-for each sequence, and further rows cost what they exceed the waiting by.
+as long as one row waits for its keys, further rows are computed meanwhile. So the keys of one row for each sequence and
+those of its further rows have a factor each.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ STAGE_SMOOTHING, ROW_SMOOTHING = 1 / 8, 1 / 32
 """Weight of a new measurement in the factor of a stage, and in the factor of one number of rows. The second is smaller,
 so that a change which all numbers of rows share goes to the stage."""
 
-FACTOR_DRIFT, MAX_DOUBT = (0.03, 0.03, 0.03, 0.03, 0.01), (0.26, 0.3, 1.0, 0.3, 0.1)
-"""Of the factors of the base, the rows, the keys, the early rows, and a forward behind a draft: the standard deviation
-of the change between two measurements, and the greatest standard deviation of the estimate."""
+FACTOR_DRIFT, MAX_DOUBT = (0.03, 0.03, 0.03, 0.03, 0.03, 0.01), (0.26, 0.3, 1.0, 1.0, 0.3, 0.1)
+"""Of the factors of the base, the rows, the keys, the keys of further rows, the early rows, and a forward behind a
+draft: the standard deviation of the change between two measurements, and the greatest standard deviation of the
+estimate."""
 
 TIME_NOISE, MAX_ERROR = 0.1, 0.15
 """Relative noise of a measured step, and how much longer than expected it is believed to be: a pause is longer still.
@@ -132,23 +133,26 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 class StepCosts:
     """A CostTable with corrections. Milliseconds throughout. host_ms: the host's part of a step, on average; call_ms:
-    of the first step of a call, without the choice of its drafting."""
+    of the first step of a call, without the choice of its drafting. Calls of several steps take about the same time
+    however long a step is, so what the first one takes the host beyond host_ms counts as a share of the steps' own
+    time: host_share."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self.base_factor = self.rows_factor = self.keys_factor = self.draft_factor = 1.0
-        self.early_factor = self.after_factor = self.host_ms = self.call_ms = 0.0
+        self.base_factor = self.rows_factor = self.keys_factor = self.key_rows_factor = self.draft_factor = 1.0
+        self.early_factor = self.after_factor = self.host_ms = self.host_share = self.call_ms = 0.0
         self._covariance = [[doubt**2 * (i == j) for j in range(len(MAX_DOUBT))] for i, doubt in enumerate(MAX_DOUBT)]
         self._row_factors = [1.0] * (MAX_TABLE_ROWS + 1)  # by the number of rows
 
     def verify(self, rows: int, keys: float = 0.0, key_rows: float = 0.0) -> float:
         """A forward of that number of rows. keys: keys of all its sequences; key_rows: the sum over the sequences of
         keys times rows."""
-        base, further, of_keys, early = self._parts(rows, keys, key_rows)
+        base, further, of_keys, of_key_rows, early = self._parts(rows, keys, key_rows)
         return (
             self.base_factor * base
             + self.rows_factor * further
             + self.keys_factor * of_keys
+            + self.key_rows_factor * of_key_rows
             + self.early_factor * early
         )
 
@@ -188,6 +192,10 @@ class StepCosts:
         each[:, :1] = np.reshape([ms_at(self.table.first, count) for count in counts], number.shape)
         return self.after_ms + self.draft_factor * np.cumsum(each + self.table.draft_key_ms * keys, axis=1)
 
+    def step_ms(self, inside_ms: float) -> float:
+        """A step that takes the backend so long, with the host's part."""
+        return inside_ms * (1.0 + self.host_share) + self.host_ms
+
     def row(self, rows: int, more: int) -> float:
         """One more verified row beside about `rows`, as the mean over the next `more`, keys apart."""
         return (self.verify(rows + more) - self.verify(rows)) / more
@@ -202,7 +210,7 @@ class StepCosts:
 
     def row_keys(self, keys: float) -> float:
         """The time that a sequence's keys add to each of its further rows."""
-        return self.rows_factor * self._exceeding(keys, 2 * keys, self._one_row_keys(keys))
+        return self.key_rows_factor * self.table.key_row_ms * keys
 
     def learn_step(self, message: StepInput, output: StepOutput, keys: Sequence[int]) -> tuple[float, float | None]:
         """Learn from a step without rows of prompts. keys: of each sequence.
@@ -215,12 +223,12 @@ class StepCosts:
         passes, num_read = passes_of(message.decodes, output.decodes, keys)
         draft_ms = self.draft_ms(passes, num_read)
         after_ms = self.after_ms if passes else 0.0
-        expected = self.verify(num_rows, num_keys, key_rows) + draft_ms + after_ms + self.host_ms
+        expected = self.step_ms(self.verify(num_rows, num_keys, key_rows) + draft_ms + after_ms)
         if output.seconds is None:
             return expected, None
         drafting_ms = output.seconds["draft"] * 1e3
         verify_ms = sum(output.seconds.values()) * 1e3 - drafting_ms
-        measured = verify_ms + drafting_ms + self.host_ms
+        measured = self.step_ms(verify_ms + drafting_ms)
         if not message.admits:  # admissions take time of their own
             self.learn_verify(num_rows, num_keys, key_rows, verify_ms, bool(passes))
             num_caught_up = output.num_draft_rows - sum(passes)  # a sequence that begins to draft has much to catch up
@@ -237,7 +245,10 @@ class StepCosts:
         where memory is slow, the base is expensive and further rows cost little."""
         parts = (*self._parts(rows, keys, key_rows), is_after_draft * self.table.verify[1])
         doubts, number = self._covariance, range(len(parts))
-        factors = [self.base_factor, self.rows_factor, self.keys_factor, self.early_factor, self.after_factor]
+        factors = [
+            self.base_factor, self.rows_factor, self.keys_factor, self.key_rows_factor, self.early_factor,
+            self.after_factor,
+        ]  # fmt: skip
         expected = sum(factor * part for factor, part in zip(factors, parts, strict=True))
         error = min(MAX_ERROR * expected, measured_ms - expected)
         for i in number:
@@ -248,7 +259,7 @@ class StepCosts:
             factors[i] = _within(factors[i] + spread[i] / total * error, 0.0 if i > 2 else 0.05, 20.0)
             for j in number:
                 doubts[i][j] -= spread[i] * spread[j] / total
-        self.base_factor, self.rows_factor, self.keys_factor, early, self.after_factor = factors
+        self.base_factor, self.rows_factor, self.keys_factor, self.key_rows_factor, early, self.after_factor = factors
         self.early_factor = min(self.base_factor, early)
         if rows <= MAX_TABLE_ROWS:
             step = ROW_SMOOTHING * error / expected
@@ -259,21 +270,29 @@ class StepCosts:
         ratio = min(2.0, max(0.5, measured_ms / expected_ms))
         self.draft_factor = _within(self.draft_factor * (1 + STAGE_SMOOTHING * (ratio - 1)), 0.05, 20.0)
 
-    def learn_host(self, measured_ms: float, choosing_ms: float = 0.0) -> None:
+    def learn_host(self, measured_ms: float, choosing_ms: float = 0.0, calls_ms: float = 0.0) -> None:
         """Learn the time of a step outside the backend's stages. choosing_ms: the part of it in which the drafting of a
-        call was chosen; 0 for all of a call's steps but the first."""
-        self.host_ms += STAGE_SMOOTHING * (min(measured_ms, 4 * self.host_ms + 0.1) - self.host_ms)
-        if choosing_ms:
-            self.call_ms += STAGE_SMOOTHING * (min(measured_ms - choosing_ms, 4 * self.call_ms + 0.1) - self.call_ms)
+        call was chosen; 0 for all of a call's steps but the first. calls_ms: what the stages of all steps of the call
+        take, if there are several and this is the first; else 0."""
 
-    def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float, float]:
+        def follow(average: float, value: float, spare: float) -> float:
+            return average + STAGE_SMOOTHING * (min(value, 4 * average + spare) - average)
+
+        if calls_ms:
+            self.host_share = follow(self.host_share, max(0.0, measured_ms - self.host_ms) / calls_ms, 0.1)
+        else:
+            self.host_ms = follow(self.host_ms, measured_ms, 0.1)
+        if choosing_ms:
+            self.call_ms = follow(self.call_ms, measured_ms - choosing_ms, 0.1)
+
+    def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float, float, float]:
         """Milliseconds by the table, without the factors: of a forward of one row, of the further rows, of the keys of
         one row for each sequence, and of a forward of one row again, as much more or less of it as there are more or
         fewer early rows than half of them."""
         one, of_keys = self.table.verify[1], self._one_row_keys(keys)
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
-        further = (ms_at(self.table.verify, rows) - one) * own + self._exceeding(keys, key_rows, of_keys)
-        return one * own, further, of_keys, self._early(rows)
+        further = (ms_at(self.table.verify, rows) - one) * own
+        return one * own, further, of_keys, self.table.key_row_ms * (key_rows - keys), self._early(rows)
 
     def _early(self, rows: int) -> float:
         """What early rows take for a factor of 1, less half of what all of them take."""
@@ -282,13 +301,6 @@ class StepCosts:
     def _one_row_keys(self, keys: float) -> float:
         """The time that keys add to a forward of one row for each sequence, by the table."""
         return interpolated(self.table.keys, keys) + self.table.key_row_ms * keys
-
-    def _exceeding(self, keys: float, key_rows: float, of_keys: float) -> float:
-        """The time of further rows with their keys, by the table, less the time in which one row for each sequence
-        waits. of_keys: the keys' time in a forward of one row for each sequence, by the table."""
-        waiting = max(0.0, self.keys_factor / self.rows_factor - 1.0) * of_keys
-        further = self.table.key_row_ms * (key_rows - keys)
-        return further - min(waiting, max(0.0, further))
 
 
 def passes_of(decodes: Sequence[Decode], outcomes: Sequence[Decoded], keys: Sequence[int]) -> tuple[list[int], float]:

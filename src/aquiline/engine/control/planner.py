@@ -219,7 +219,7 @@ def best_drafting(
     keys = load.all_keys / max(1, load.tokens)
     chunk_ms = costs.verify(load.rows) - costs.verify(load.rows - load.chunk_rows)
     row_ms = tuple([
-        ms - chunk_ms + costs.host_ms for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
+        costs.step_ms(ms - chunk_ms) for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
     ])  # fmt: skip
     plain = load.tokens / row_ms[0]
     found = BestDrafting(0, 0, plain, plain, row_ms)
@@ -231,7 +231,7 @@ def best_drafting(
     number, read = (np.cumsum(each, axis=0)[counts - 1] for each in (members, members * np.array(load.keys)[:, None]))
     of_nodes, of_passes = (np.array(parts) for parts in zip(*kinds, strict=True))
     nodes, passes, reads = _sums(number, of_nodes), _sums(number, of_passes), _sums(read, of_passes)
-    draft_ms = costs.draft_each(counts, passes, reads)
+    draft_ms = costs.draft_each(counts, passes, reads) * (1.0 + costs.host_share)
     rates = (load.tokens + _filled(nodes, most_nodes)) / (draft_ms[..., None] + np.array(row_ms[1:]))
     place = int(rates.argmax())
     if rates.flat[place] > plain * least_speedup:
