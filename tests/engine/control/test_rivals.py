@@ -157,6 +157,23 @@ def test_none_has_its_turn_first_where_a_plan_promises_little(speedup: float, fi
         assert begin * steps <= 1.3 * TURN_STEPS and found.turns[2 * TURN_STEPS // steps + 4 :].count(NONE) > 100
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "num_sequences", "expected"),
+    [(1.0, 32, 64), (5.0, 32, 50), (40.0, 32, 16), (40.0, 3, 21), (40.0, 1, 64)],
+)
+def test_turns_of_long_steps_have_fewer(step_ms: float, num_sequences: int, expected: int) -> None:
+    """A chain that is 30 % faster goes on after its first turn."""
+    rivalry = Rivalry(step_ms, num_sequences, can_draft=True)
+    assert rivalry.num_left == expected
+    turns = list[int]()
+    while len(turns) < 400:
+        turns.append(rivalry.begin_call(1.2, 1.0))
+        rivalry.count(1, step_ms * (1.3 if turns[-1] == CHAIN else 1.0), step_ms, turns[-1:] != turns[-2:-1])
+    begin = turns.index(CHAIN)
+    assert turns[begin : begin + 2 * expected] == [CHAIN] * 2 * expected
+    assert begin >= expected and rivalry.fastest == CHAIN
+
+
 def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:
     """One sequence's text may make 20 % in a turn, so 15 % are no lead yet, but they are worth a second look."""
     rates = (1.0, 1.15, 0.7)
@@ -340,7 +357,7 @@ def test_a_step_in_a_fixed_turn_counts_for_the_adaptive_sequences_alone() -> Non
 def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of three steps, so that every sequence meets all rivals, and prompts come meanwhile."""
     waits = dict.fromkeys(("FIRST_WAIT", "MOST_WAIT", "HOPELESS_WAIT"), 1)
-    always = waits | {"TURN_STEPS": 3, "COUNTED_STEPS": 0, "FIRST_COST": 1e9, "MOST_COST": 1e9}
+    always = waits | {"TURN_STEPS": 3, "LEAST_TURN": 1, "COUNTED_STEPS": 0, "FIRST_COST": 1e9, "MOST_COST": 1e9}
     for name, value in always.items():
         monkeypatch.setattr(rivals, name, value)
     engine = EngineConfig(max_batch=4, max_context=256, check=True, num_continuous_decode_steps=1)

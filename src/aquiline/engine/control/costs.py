@@ -156,10 +156,10 @@ class StepCosts:
             + self.early_factor * early
         )
 
-    def verify_each(self, rows: int, most: int, keys: float, keys_each: float) -> list[float]:
-        """The forwards of `rows` rows, each of which reads its own keys, and of 0 to `most` further rows, each of which
+    def verify_each(self, rows: int, further: Sequence[int], keys: float, keys_each: float) -> list[float]:
+        """The forwards of `rows` rows, each of which reads its own keys, and of so many further rows, each of which
         reads keys_each of all `keys`."""
-        return [self.verify(rows + n, keys, keys + n * keys_each) for n in range(most + 1)]
+        return [self.verify(rows + n, keys, keys + n * keys_each) for n in further]
 
     def plain_ms(self, rows: int, keys: float) -> float:
         """A forward of one row for each of that number of sequences, as the table has it: what is learnt moves. keys:

@@ -45,9 +45,12 @@ _BELOW[_BELOW < 0] = _WIDTH - 1
 MIN_NODE_TOKENS = 0.01
 """Tokens that a verified token must be expected to bring, even where a row costs nothing."""
 
-MAX_STEP_NODES, BASE_NODES, NODES_PER_SEQUENCE = 48, 10, 4
+MAX_STEP_NODES, BASE_NODES, NODES_PER_SEQUENCE = 128, 10, 4
 """A plan considers up to BASE_NODES nodes of a step and NODES_PER_SEQUENCE more for each sequence that may draft, but
 no more than MAX_STEP_NODES."""
+
+EACH_NODE, NODE_STRIDE = 24, 4
+"""Numbers of nodes up to the first are all considered, then every fourth."""
 
 SHARE_LEVELS = 10
 """Sequences whose first-token acceptance rounds to the same tenth share an outlook."""
@@ -218,9 +221,10 @@ def best_drafting(
     as a step without."""
     keys = load.all_keys / max(1, load.tokens)
     chunk_ms = costs.verify(load.rows) - costs.verify(load.rows - load.chunk_rows)
-    row_ms = tuple([
-        costs.step_ms(ms - chunk_ms) for ms in costs.verify_each(load.rows, most_nodes, load.all_keys, keys)
-    ])  # fmt: skip
+    numbers = [*range(min(EACH_NODE, most_nodes)), *range(EACH_NODE, most_nodes, NODE_STRIDE), most_nodes]
+    forwards = costs.verify_each(load.rows, numbers, load.all_keys, keys)
+    found_ms = [costs.step_ms(ms - chunk_ms) for ms in forwards]
+    row_ms = tuple(np.interp(range(most_nodes + 1), numbers, found_ms).tolist())
     plain = load.tokens / row_ms[0]
     found = BestDrafting(0, 0, plain, plain, row_ms)
     if not outlooks:
@@ -232,12 +236,13 @@ def best_drafting(
     of_nodes, of_passes = (np.array(parts) for parts in zip(*kinds, strict=True))
     nodes, passes, reads = _sums(number, of_nodes), _sums(number, of_passes), _sums(read, of_passes)
     draft_ms = costs.draft_each(counts, passes, reads) * (1.0 + costs.host_share)
-    rates = (load.tokens + _filled(nodes, most_nodes)) / (draft_ms[..., None] + np.array(row_ms[1:]))
+    rates = (load.tokens + _filled(nodes, np.array(numbers[1:]))) / (draft_ms[..., None] + np.array(found_ms[1:]))
     place = int(rates.argmax())
     if rates.flat[place] > plain * least_speedup:
         size, level, least_pass, node = (int(i) for i in np.unravel_index(place, rates.shape))
         drafting, rate = float(draft_ms[size, level, least_pass]), float(rates.flat[place])
-        return BestDrafting(int(counts[size]), node + 1, plain, rate, row_ms, drafting, level + 1, least_pass)
+        num_nodes = numbers[node + 1]
+        return BestDrafting(int(counts[size]), num_nodes, plain, rate, row_ms, drafting, level + 1, least_pass)
     return found
 
 
@@ -294,16 +299,17 @@ def _sums(weights: NDArray[np.float64], parts: NDArray[np.float64]) -> NDArray[n
     return (weights @ parts.reshape(len(parts), -1)).reshape(-1, *parts.shape[1:])
 
 
-def _filled(nodes: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """[..., most]: the tokens that 1, 2, ... rows of the likeliest nodes should bring. nodes [..., NUM_BINS].
+def _filled(nodes: NDArray[np.float64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[..., numbers]: the tokens that so many rows of the likeliest nodes should bring, in ascending order. nodes
+    [..., NUM_BINS].
 
     Tokens by rows are a line through the bins. The lines of all cases are joined into one, far from each other."""
     flat = nodes.reshape(-1, NUM_BINS)
     rows, tokens = np.zeros((2, len(flat), NUM_BINS + 2))
     rows[:, 1:-1], tokens[:, 1:-1] = np.cumsum(flat, axis=1), np.cumsum(flat * BIN_CHANCES, axis=1)
     tokens[:, -1] = tokens[:, -2]
-    far = rows[:, -2].max(initial=0.0) + most + 1.0
+    far = rows[:, -2].max(initial=0.0) + numbers[-1] + 1.0
     rows[:, -1] = far
     starts = 2.0 * far * np.arange(len(flat))[:, None]
-    found: NDArray[np.float64] = np.interp(starts + np.arange(1.0, most + 1), (starts + rows).ravel(), tokens.ravel())
-    return found.reshape(*nodes.shape[:-1], most)
+    found: NDArray[np.float64] = np.interp(starts + numbers, (starts + rows).ravel(), tokens.ravel())
+    return found.reshape(*nodes.shape[:-1], len(numbers))

@@ -30,6 +30,10 @@ TURN_STEPS, PACE_STEPS, COUNTED_STEPS = 64, 256, 32
 """Steps of a turn, and those of the fastest rival that a turn is compared with. The fastest one's steps are counted 32
 at a time. All these numbers count time: a step with a prompt is many steps."""
 
+TURN_MS, LEAST_TURN = 250.0, 16
+"""Where 64 steps take longer a turn ends after this time, but not before so many steps, nor before 64 of all its
+sequences together."""
+
 COST_SHARE, MOST_COST, FIRST_COST = 0.005, 32, 16
 """The share of the time that turns may cost, and the steps that they may cost at once, and at first."""
 
@@ -67,7 +71,7 @@ class Rivalry:
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
         self.step_ms = step_ms
-        self._text_noise = TEXT_NOISE / math.sqrt(num_sequences)
+        self._num_sequences = num_sequences
         self._is_idle = False  # planned drafting is the fastest, and drafts nothing: none does the same for less
         count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
         self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
@@ -91,19 +95,26 @@ class Rivalry:
     @property
     def num_left(self) -> int:
         """Steps for which the turn lasts at most."""
-        left_ms = TURN_STEPS * self.step_ms - (self.current != self.fastest) * self._ms
+        left_ms = self._turn_steps * self.step_ms - (self.current != self.fastest) * self._ms
         return max(1, round(left_ms / self.step_ms))
+
+    @property
+    def _turn_steps(self) -> int:
+        """Steps of a turn."""
+        least = max(LEAST_TURN, TURN_STEPS // self._num_sequences)
+        return max(least, min(TURN_STEPS, round(TURN_MS / self.step_ms)))
 
     def begin_call(self, speedup: float, num_nodes: float) -> int:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
-        turns = self._ms / (TURN_STEPS * self.step_ms)
+        turn_steps = self._turn_steps
+        turns = self._ms / (turn_steps * self.step_ms)
         self._is_idle = len(self._gains) > FIRST_CHAIN and num_nodes < 0.5 and self.fastest == PLANNED
         is_free = self._begins_with_none(speedup) and not self._turns[NONE]
         if self.current != self.fastest:
             if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
                 self._end_turn()
-        elif self._num_timed >= TURN_STEPS and (turns >= self._wait or is_free):
+        elif self._num_timed >= turn_steps and (turns >= self._wait or is_free):
             self._wait = turns + 1.0  # if none begins
             self._try_another(turns, speedup, num_nodes)
         return self.current
@@ -169,14 +180,16 @@ class Rivalry:
 
     def _noise(self, rival: int) -> float:
         """By how much the rival may seem faster than the fastest in a turn without being so."""
-        return TURN_NOISE if self._is_idle and rival == NONE else TURN_NOISE + self._text_noise
+        if self._is_idle and rival == NONE:
+            return TURN_NOISE
+        return TURN_NOISE + TEXT_NOISE / math.sqrt(self._num_sequences * self._turn_steps / TURN_STEPS)
 
     def _expected_cost(self, rival: int, speedup: float) -> float:
         """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
         setting may bring nothing."""
         known = rival if self._turns[rival] else self._best_chain if rival >= FIRST_CHAIN else None
         lag = math.log(speedup) if known is None else self._gains[self.fastest] - self._gains[known]
-        return min(MOST_COST, TURN_STEPS * (1.0 - math.exp(-max(0.0, lag))))
+        return min(MOST_COST, self._turn_steps * (1.0 - math.exp(-max(0.0, lag))))
 
     def _begin(self, rival: int) -> None:
         self.current = rival
