@@ -127,9 +127,10 @@ int aq_pack(const void* weight, const void* scales, int32_t n, int32_t k, int32_
 
 // One forward of a decoder: embeds, runs every layer, writes KV, leaves the residual stream of the last layer
 // (before the final norm) in hidden [R, hidden] and the captured features of row r in features[r]
-// [num_capture * hidden] (NULL: not wanted, of this row or, for `features`, of any). A draft model (is_draft) has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden].
-// Of its rows only the first num_states leave anything in hidden; the others only write their keys and values. In other
-// models all rows have states. num_experts (NULL: not wanted): how many experts were read, of all layers together.
+// [num_capture * hidden] (NULL: those of this row are not wanted; features NULL: none are). A draft model (is_draft)
+// has one layer over [input_norm(embed); hidden_norm(g)], g [R, hidden]. Of its rows only the first num_states leave
+// anything in hidden; the others only write their keys and values. In other models all rows have states. num_experts
+// (NULL: not wanted): how many experts were read, of all layers together.
 int aq_forward(const AqModel*, const AqKV*, const AqRows*, const float* g, int32_t num_states, float* hidden,
                float* const* features, int32_t* num_experts);
 

@@ -76,8 +76,8 @@ void hold(AqBatch* batch) {
   }
 }
 
-// Computes the draft's inputs that are due at once and keeps them by KV index. Where a cached page already holds one, its
-// bits are the same.
+// Computes the draft's inputs that are due at once and keeps them by KV index. Where a cached page already holds one,
+// its bits are the same.
 int fuse(AqBatch* batch) {
   const auto feature = [&](int row) { return batch->config.features + (size_t)row * batch->config.fusion.fc.k; };
   std::vector<Featured> found;

@@ -106,8 +106,8 @@ int aq_read_trees(AqBatch*, int32_t* out);
 // Replaces the grown trees by others, laid out as aq_read_trees does. Each tree keeps its root's token.
 int aq_replace_trees(AqBatch*, const int32_t* trees);
 
-// The features of the last step's rows, before another step begins: out [num_rows, num_capture * H]. Refused where the
-// draft reads one of them never.
+// Before another step begins: the features of the last step's first rows, out [num_rows, num_capture * H]. Refused
+// where one of them has none, since the draft never reads it.
 int aq_read_features(AqBatch*, int32_t num_rows, float* out);
 
 // Changes the logits [vocab] of a row of the host's choice, after the slot's own rules and before the mask.

@@ -287,8 +287,8 @@ class StepCosts:
 
     def _parts(self, rows: int, keys: float, key_rows: float) -> tuple[float, float, float, float, float]:
         """Milliseconds by the table, without the factors: of a forward of one row, of the further rows, of the keys of
-        one row for each sequence, and of a forward of one row again, as much more or less of it as there are more or
-        fewer early rows than half of them."""
+        one row for each sequence, of those of its further rows, and of a forward of one row again, as much more or less
+        of it as there are more or fewer early rows than half of them."""
         one, of_keys = self.table.verify[1], self._one_row_keys(keys)
         own = self._row_factors[rows] if rows <= MAX_TABLE_ROWS else 1.0
         further = (ms_at(self.table.verify, rows) - one) * own
