@@ -53,11 +53,11 @@ that a single turn may seem faster or slower."""
 
 class Found(NamedTuple):
     """What turns have shown: the fastest rival, and by rival gains, logarithms of rates beside each other, and the
-    number of turns."""
+    number of turns, one that ended early as the part that it had."""
 
     fastest: int
     gains: list[float]
-    turns: list[int]
+    turns: list[float]
 
 
 class Rivalry:
@@ -74,7 +74,7 @@ class Rivalry:
         self._num_sequences = num_sequences
         self._is_idle = False  # planned drafting is the fastest, and drafts nothing: none does the same for less
         count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
-        self._gains, self._turns = [0.0] * count, [0] * count  # logarithms of rates, beside each other
+        self._gains, self._turns = [0.0] * count, [0.0] * count  # logarithms of rates, beside each other
         self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
@@ -85,7 +85,7 @@ class Rivalry:
     def begin_with(self, found: Found) -> None:
         """Begin with what an earlier run has found. A turn or two may change it, once their cost has been earned."""
         self.fastest, self._gains = found.fastest, found.gains
-        self._turns, self._earned = [min(1, number) for number in found.turns], 0.0
+        self._turns, self._earned = [min(1.0, number) for number in found.turns], 0.0
         self._begin(self.fastest)
 
     def found(self) -> Found:
@@ -208,14 +208,18 @@ class Rivalry:
     def _end_turn(self) -> None:
         mine, fastest = self.current, self.fastest
         if self._counted_ms:
-            self._turns[mine] += 1
+            # A turn of bad luck ends early. Did it count as much as any other, rivals would all seem slower.
+            weight = min(1.0, self._counted_ms / (self._turn_steps * self.step_ms))
+            self._turns[mine] += weight
             self._last_turns[mine] = max(self._last_turns) + 1
             number = min(TURN_MEMORY, self._turns[mine])
             share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
-            self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) / number
+            self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
             if self._lead(mine) > 1.0:
                 self.fastest = mine
-                self._turns = [min(1, turns) for turns in self._turns]  # beside the new one the others are little known
+                self._turns = [
+                    min(1.0, turns) for turns in self._turns
+                ]  # beside the new one the others are little known
                 self._times = [ms * math.exp(self._gains[fastest] - self._gains[mine]) for ms in self._times]
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
         self._begin(self.fastest)
@@ -256,10 +260,11 @@ class Rivals:
         """Begin with what another run's kept() was. Raises ValueError, TypeError or OverflowError for anything else."""
         for num_adaptive, num_running, pools, fastest, gains, turns in kept:
             load = RivalryKey(int(num_adaptive), int(num_running), frozenset(int(pool) for pool in pools))
-            found = Found(int(fastest), [float(gain) for gain in gains], [int(number) for number in turns])
+            found = Found(int(fastest), [float(gain) for gain in gains], [float(number) for number in turns])
             count = len(CHAIN_LEVELS) if load.pools else FIRST_CHAIN
             is_whole = len(found.gains) == len(found.turns) == count and 0 <= found.fastest < count
-            if not is_whole or not all(abs(gain) < 100.0 for gain in found.gains):
+            are_sound = all(abs(gain) < 100.0 for gain in found.gains) and all(0.0 <= n < 1e9 for n in found.turns)
+            if not (is_whole and are_sound):
                 raise ValueError(f"rivals={found}: must be the fastest, and {count} gains and numbers of turns")
             self._known[load] = found
 
