@@ -217,7 +217,15 @@ ARGUMENTS: dict[str, dict[int, Callable[[list[Any]], int]]] = {
     "aq_open_index": {}, "aq_close_index": {}, "aq_extend_index": {1: lambda a: a[2] * WORD},
     "aq_propose": {1: lambda a: a[2] * WORD, 5: lambda _: ctypes.sizeof(AqCopy)},
 }  # fmt: skip
-"""Bytes behind the arguments that are bare addresses. Structs and ctypes arrays know their own size."""
+"""Bytes behind the arguments that are bare addresses, and of all rows behind an array of their addresses. Structs and
+other ctypes arrays know their own size."""
+
+
+def reach_rows(addresses: Any, num_bytes: int) -> Iterator[Range]:
+    """An array of the addresses of rows, one behind the other, and the rows."""
+    yield Range(addresses[0], num_bytes)
+    pointers = tuple((i * ctypes.sizeof(ctypes.c_void_p), address) for i, address in enumerate(addresses))
+    yield Range(ctypes.addressof(addresses), ctypes.sizeof(addresses), pointers, is_input=True)
 
 
 def reach(value: Any, model: Any = None) -> Iterator[Range]:

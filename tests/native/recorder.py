@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.native.reach import ARGUMENTS, Range, reach
+from tests.native.reach import ARGUMENTS, Range, reach, reach_rows
 
 from aquiline.backends.cpu.native import Library, abi
 
@@ -114,7 +114,9 @@ class Recorder:
         handle = self._handles.get(given[0], 0) if isinstance(given[0], int) else 0
         ranges: list[Range] = []
         for i, value in enumerate(arguments):
-            if isinstance(value, ctypes.Structure | ctypes.Array | ctypes._SimpleCData):
+            if isinstance(value, ctypes.Array) and value._type_ is ctypes.c_void_p:
+                ranges += reach_rows(value, ARGUMENTS[name][i](arguments))
+            elif isinstance(value, ctypes.Structure | ctypes.Array | ctypes._SimpleCData):
                 ranges += reach(value)
             elif isinstance(value, int) and i in ARGUMENTS[name]:
                 ranges.append(Range(value, ARGUMENTS[name][i](arguments)))

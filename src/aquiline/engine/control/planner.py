@@ -3,8 +3,8 @@ bring. Numbers only.
 
 A step of B sequences that drafts nothing commits B tokens. Before the draft model runs, its tokens are not known, but
 the expected number of its nodes of each chance is, wherever its chains end (outlooks_of). Of all nodes that the drafts
-of some sequences should have, the likeliest are verified. best_drafting tries numbers of drafting sequences, every
-number of levels and of verified nodes, and several chances from which a chain goes on, and takes those with the most
+of some sequences should have, the likeliest are verified. best_drafting tries numbers of drafting sequences and of
+verified nodes, every number of levels, and several chances from which a chain goes on, and takes those with the most
 tokens per millisecond. Neither the cost of rows, which has edges, nor that of passes, which sequences share, lets a
 search stop at the first node or level that loses.
 
