@@ -171,10 +171,11 @@ static void capture(const Worker& worker, const ForwardJob& job, int index) {
   const AqModel& model = *job.model;
   const size_t width = model.hidden;
   const Share mine = share(worker, job.num_states);
-  for (int c = 0; c < model.num_capture && job.features != nullptr; c++)
-    for (size_t r = mine.begin; model.capture[c] == index && r < (size_t)mine.end; r++)
-      if (job.features[r] != nullptr)
-        memcpy(job.features[r] + c * width, job.hidden + r * width, width * sizeof(float));
+  int c = 0;
+  while (c < model.num_capture && model.capture[c] != index) c++;
+  if (job.features == nullptr || c == model.num_capture) return;
+  for (size_t r = mine.begin; r < (size_t)mine.end; r++)
+    if (job.features[r] != nullptr) memcpy(job.features[r] + c * width, job.hidden + r * width, width * sizeof(float));
 }
 
 // Adds what a linear gives for x to the residual stream, after `norm` if that is not NULL. The last barrier is the

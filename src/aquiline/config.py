@@ -327,10 +327,7 @@ class EngineConfig:
     max_context: int | None = setting(
         None, "Tokens of a sequence, prompt and output. Default: what the model was built for.", BATCH
     )
-    row_budget: int = setting(
-        256, "Rows of one forward: decoding sequences first, then chunks of prompts, the last of which may have an "
-        "eighth more.", BATCH,
-    )  # fmt: skip
+    row_budget: int = setting(256, "Rows of one forward: decoding first, then prompts, which may end with more.", BATCH)
     prefix_cache: bool = setting(True, "Keep computed pages for prompts that begin the same.", BATCH)
     shared_lookup_bytes: int = setting(
         0, "Memory for what ended requests wrote, 20 bytes a token: lookups copy from it too. 0: each request copies "

@@ -96,7 +96,7 @@ class Controller:
         self._inside_ms = 0.0  # time that the step took inside the backend; 0: the host's time is not learnt from it
         self._choosing_ms = 0.0  # of the call whose first step is computed now; 0 in its further steps
         self._repeats = False  # whether the last step that might be repeated was
-        self._call_steps = 1  # that the call has whose first step is computed now
+        self._call_steps = 0  # that the call has whose first step is computed now; 0 in its further steps
         self._alone_ms = 0.0  # what it costs that the step is not repeated
         self._num_tokens = 0  # of the step
 
@@ -217,11 +217,12 @@ class Controller:
         work."""
         self.rivals.add_step(self._num_tokens, seconds * 1e3)
         self._num_tokens = 0
-        is_alone = self._repeats and self._choosing_ms > 0.0 and self._call_steps == 1  # as few are
+        is_alone = self._repeats and self._call_steps == 1  # as few are
         if self._inside_ms > 0.0 and not is_alone:
-            calls_ms = self._call_steps * self._inside_ms if self._choosing_ms and self._call_steps > 1 else 0.0
+            calls_ms = self._call_steps * self._inside_ms if self._call_steps > 1 else 0.0
             self.costs.learn_host(seconds * 1e3 - self._inside_ms, self._choosing_ms, calls_ms)
         self._inside_ms = self._choosing_ms = 0.0
+        self._call_steps = 0
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
