@@ -54,10 +54,10 @@ class Rates:
         self.trials = [weight] * len(shares)
         self.memory = memory
 
-    def add(self, kind: int, is_hit: bool) -> None:
-        """Count an event."""
+    def add(self, kind: int, hits: float) -> None:
+        """Count an event: a hit (1) or none (0), or the number that it brought."""
         trials = self.trials[kind] + 1.0
-        hits = self.hits[kind] + is_hit
+        hits += self.hits[kind]
         if trials >= self.memory:
             trials, hits = 0.5 * trials, 0.5 * hits
         self.trials[kind], self.hits[kind] = trials, hits

@@ -21,14 +21,7 @@ from aquiline.backends.base import Decode
 from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, new_pools, pool_number
 from aquiline.engine.control.choices import PLAIN, UNVERIFIED, add_choice, chain_of, source_of
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.planner import (
-    MIN_NODE_TOKENS,
-    ChainWorth,
-    DraftingPlan,
-    Planner,
-    StepLoad,
-    best_copies,
-)
+from aquiline.engine.control.planner import MIN_NODE_TOKENS, ChainWorth, DraftingPlan, Planner, StepLoad, best_copies
 from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
 from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.control.searches import Searches, SequenceSearches
@@ -98,7 +91,7 @@ class Controller:
         self._repeats = False  # whether the last step that might be repeated was
         self._call_steps = 0  # that the call has whose first step is computed now; 0 in its further steps
         self._alone_ms = 0.0  # what it costs that the step is not repeated
-        self._num_tokens = 0  # of the step
+        self._num_other_tokens = 0  # of the step, of sequences that do not draft adaptively
 
     def choose(self, plan: StepPlan) -> StepChoice | None:
         """How each adaptive sequence that decodes in this step drafts. None if there is none."""
@@ -161,9 +154,9 @@ class Controller:
     def learn(self, step: Step) -> None:
         """Learn from a step's outcome which guesses were right, and how long its parts took."""
         output = step.output
-        self._num_tokens = sum([len(decoded.kept) for decoded in output.decodes])
+        self._num_other_tokens = sum([len(decoded.kept) for decoded in output.decodes])
         self._steps_untimed += 1
-        has_adaptive, before = False, self._drafted
+        num_adaptive, num_tokens, num_asked, num_first, before = 0, 0, 0, 0.0, self._drafted
         self._drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
         is_due = self._steps_untimed >= self._timing_steps()
         is_timed = is_due and self._drafted == before
@@ -174,21 +167,28 @@ class Controller:
             state = self._states.get(sequence)
             if state is None:
                 continue
-            has_adaptive = True
+            guesses, first, record = decoded.guesses, decoded.kept[0], state.record
+            num_adaptive += 1
+            num_tokens += len(decoded.kept)
+            if record is not None:
+                num_asked += bool(guesses)
+                num_first += guesses[0].token == first if guesses else record.share(0)
             if decode.cut is None and decode.proposal is None:
                 self.ledger.steps["none"] += 1
                 continue
             add_choice(self.ledger, decode, decoded, is_timed)
-            first = decoded.kept[0]
-            if decoded.guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
-                self._overlap.add(0, decoded.guesses[0].token == first)
-            if decoded.guesses and state.record is not None:
+            if guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
+                self._overlap.add(0, guesses[0].token == first)
+            if guesses and record is not None:
                 num_seen = decoded.root + 1 - decoded.first_draft_key
                 most_seen = min(self.draft_window or decoded.root, decoded.root)
-                state.record.observe(decoded.guesses, decoded.kept, 2 * num_seen < most_seen)
-        is_learnt = has_adaptive and not step.plan.chunks  # the table does not have the cost of prompts
+                record.observe(guesses, decoded.kept, 2 * num_seen < most_seen)
+        if num_adaptive:
+            self.rivals.add_planned(num_adaptive, num_tokens, num_asked, num_first)
+            self._num_other_tokens -= num_tokens
+        is_learnt = num_adaptive > 0 and not step.plan.chunks  # the table does not have the cost of prompts
         self._inside_ms = sum(output.seconds.values()) * 1e3 if is_learnt and output.seconds is not None else 0.0
-        if has_adaptive and is_timed:
+        if num_adaptive and is_timed:
             self._steps_untimed = 0
             if is_learnt:
                 self._learn_time(step)
@@ -199,9 +199,12 @@ class Controller:
         both = zip(step.plan.decoding, step.output.decodes, strict=True)
         decodes = [decoded for sequence, decoded in both if sequence.is_adaptive]
         self.ledger.steps[source] += len(decodes)
+        kept = [len(decoded.kept) for decoded in decodes]
+        self.rivals.add_fixed(kept)
+        self._num_other_tokens -= sum(kept)
         if self._drafted:
             self.ledger.nodes[source] += sum([decoded.num_drafted for decoded in decodes])
-            self.ledger.accepted[source] += sum([len(decoded.kept) - 1 for decoded in decodes])
+            self.ledger.accepted[source] += sum(kept) - len(kept)
         if is_timed and not step.plan.chunks:
             self._steps_untimed = 0
             self._learn_time(step)
@@ -215,8 +218,8 @@ class Controller:
     def end_step(self, seconds: float) -> None:
         """The engine's step took so long in all. Of steps that were computed together, the first has the host's
         work."""
-        self.rivals.add_step(self._num_tokens, seconds * 1e3)
-        self._num_tokens = 0
+        self.rivals.add_step(self._num_other_tokens, seconds * 1e3)
+        self._num_other_tokens = 0
         is_alone = self._repeats and self._call_steps == 1  # as few are
         if self._inside_ms > 0.0 and not is_alone:
             calls_ms = self._call_steps * self._inside_ms if self._call_steps > 1 else 0.0

@@ -16,15 +16,10 @@ from aquiline.engine.control.choices import PLAIN, chain_of
 from aquiline.engine.control.costs import StepCosts
 from aquiline.engine.control.planner import DraftingPlan
 from aquiline.engine.control.plans import REPLAN_STEPS
+from aquiline.engine.control.yields import CHAIN_LEVELS, FIRST_CHAIN, NONE, PLANNED, Yields
 from aquiline.engine.pipeline import StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
-
-CHAIN_LEVELS = (-1, 0, 1, 2, 3, 5)
-"""The rivals by the levels of their chains: planned drafting, none, and chains, which need a draft model."""
-
-PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
-"""The numbers of some rivals."""
 
 TURN_STEPS, PACE_STEPS, COUNTED_STEPS = 64, 256, 32
 """Steps of a turn, and those of the fastest rival that a turn is compared with. The fastest one's steps are counted 32
@@ -37,18 +32,19 @@ sequences together."""
 COST_SHARE, MOST_COST, FIRST_COST = 0.005, 32, 16
 """The share of the time that turns may cost, and the steps that they may cost at once, and at first."""
 
-MOST_LOST, SHORT_WAIT, FIRST_WAIT, MOST_WAIT, HOPELESS_WAIT = 4, 1, 4, 10, 40
-"""The steps after whose loss a turn ends. Numbers of turns for which the next one waits: where another rival seems
-faster, and its lead is not large enough yet; at first; after some turns; and where no other may well be faster."""
+MOST_LOST, FIRST_WAIT, NEXT_WAIT, HOPELESS_WAIT = 4, 4, 1, 40
+"""The steps after whose loss a turn ends. Numbers of turns for which another one waits: the first; each further one,
+whose cost must have been earned; and those where no other rival may well be faster, at most."""
 
-LEAST_GAIN, LITTLE_SPEEDUP = 0.03, 1.15
-"""By how much drafting must be faster than none. Where a plan promises less than this speedup, none has its turn first,
-as soon as it can be told: costs that were learnt from steps that draft err by as much for steps that do not."""
+LITTLE_SPEEDUP = 1.15
+"""Where a plan promises less than this speedup, none has its turn first, as soon as it can be told: costs that were
+learnt from steps that draft err by as much for steps that do not."""
 
-TURN_MEMORY, TURN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.2, 0.5
-"""Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, and by
-the text if one sequence runs: a lead must be larger, by the root of their number less after several turns. The most
-that a single turn may seem faster or slower."""
+TURN_MEMORY, TURN_NOISE, TOKEN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.03, 0.07, 0.5
+"""Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, by the
+tokens that it brings beyond a chain of 1, and, beside none, by the text, for one sequence: a lead must be larger. All
+of it is by the root of their number less after several turns, or steps whose tokens are known. The most that a single
+turn may seem faster or slower."""
 
 
 class Found(NamedTuple):
@@ -62,11 +58,12 @@ class Found(NamedTuple):
 
 class Rivalry:
     """The rivals at one load. current, fastest: the numbers of the one whose turn it is, and of the fastest one;
-    step_ms: the time of a step without prompts, on average.
+    step_ms: the time of a step without prompts, on average; yields: tokens of steps.
 
-    Sequences and prompts come and go and texts grow, so the time of a step is compared with what plain decoding should
-    take for the same tokens behind these contexts and the same prompt rows, its worth, and that with the pace of the
-    fastest: milliseconds in which it does a millisecond's worth, in steps with prompts and in others."""
+    Sequences and prompts come and go and texts grow, so the time of a step is compared with its worth: what plain
+    decoding should take, behind these contexts, for a token of each sequence, as many times as a step brings more than
+    one of the fastest, and for the same prompt rows. And that is compared with the pace of the fastest: milliseconds in
+    which it does a millisecond's worth, in steps with prompts and in others."""
 
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
@@ -80,6 +77,7 @@ class Rivalry:
         self._num_timed = 0  # steps that step_ms is averaged over
         self._wait = float(FIRST_WAIT)  # the turns for which the fastest goes on before another's is due
         self._earned = float(FIRST_COST)  # the steps that turns may cost now
+        self.yields = Yields()
         self._begin(PLANNED)
 
     def begin_with(self, found: Found) -> None:
@@ -91,6 +89,11 @@ class Rivalry:
     def found(self) -> Found:
         """What the turns have shown so far."""
         return Found(self.fastest, self._gains, self._turns)
+
+    @property
+    def yield_ratio(self) -> float:
+        """The tokens of a step of the one whose turn it is, over those of a step of the fastest one."""
+        return self.yields.of(self.current) / self.yields.of(self.fastest)
 
     @property
     def num_left(self) -> int:
@@ -148,7 +151,7 @@ class Rivalry:
         is_hopeless = self._hope(other) <= self._gains[self.fastest]
         if is_hopeless and turns < min(HOPELESS_WAIT, FIRST_WAIT + sum(self._turns)):
             return
-        if max(self._last_turns) % 2:  # the one that seems hopeless may have become the fastest
+        if max(self._last_turns) % 4 == 3:  # the one that seems hopeless may have become the fastest
             other = min(others, key=lambda i: self._last_turns[i])
         if self._earned >= self._expected_cost(other, speedup):
             self._begin(other)
@@ -175,14 +178,19 @@ class Rivalry:
 
     def _hope(self, rival: int) -> float:
         """A gain that the rival may well have."""
-        turns = min(TURN_MEMORY, self._turns[rival])
-        return self._gains[rival] + self._noise(rival) / math.sqrt(turns) if turns else math.inf
+        return self._gains[rival] + self._noise(rival) if self._turns[rival] else math.inf
 
     def _noise(self, rival: int) -> float:
-        """By how much the rival may seem faster than the fastest in a turn without being so."""
+        """By how much the rival may seem faster than the fastest without being so."""
+        turns = min(TURN_MEMORY, self._turns[rival])
         if self._is_idle and rival == NONE:
-            return TURN_NOISE
-        return TURN_NOISE + TEXT_NOISE / math.sqrt(self._num_sequences * self._turn_steps / TURN_STEPS)
+            return TURN_NOISE / math.sqrt(turns)
+        size = self._num_sequences / TURN_STEPS
+        noise = (TURN_NOISE + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
+        if NONE in (rival, self.fastest):
+            known = self.yields.num_steps(self.fastest if rival == NONE else rival)
+            noise += TEXT_NOISE / math.sqrt(size * max(1.0, known))
+        return noise
 
     def _expected_cost(self, rival: int, speedup: float) -> float:
         """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
@@ -194,16 +202,12 @@ class Rivalry:
     def _begin(self, rival: int) -> None:
         self.current = rival
         self._ms = self._counted_ms = self._lost_ms = 0.0
-        seems_slower = any(self._lead(i) > 0.5 for i in range(len(self._turns)))
-        self._wait = SHORT_WAIT if seems_slower else min(MOST_WAIT, FIRST_WAIT + sum(self._turns))
+        self._wait = NEXT_WAIT if any(self._turns) else FIRST_WAIT
 
     def _lead(self, rival: int) -> float:
         """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
-        number = min(TURN_MEMORY, self._turns[rival])
-        return (self._value(rival) - self._value(self.fastest)) * math.sqrt(number) / self._noise(rival)
-
-    def _value(self, rival: int) -> float:
-        return self._gains[rival] + LEAST_GAIN * (rival == NONE)
+        gain = self._gains[rival] - self._gains[self.fastest]
+        return (gain + TURN_NOISE * (self._is_idle and rival == NONE)) / self._noise(rival)
 
     def _end_turn(self) -> None:
         mine, fastest = self.current, self.fastest
@@ -216,11 +220,10 @@ class Rivalry:
             share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
             self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
             if self._lead(mine) > 1.0:
+                pace = self.yield_ratio * math.exp(self._gains[fastest] - self._gains[mine])
+                self._times = [ms * pace for ms in self._times]
+                self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
                 self.fastest = mine
-                self._turns = [
-                    min(1.0, turns) for turns in self._turns
-                ]  # beside the new one the others are little known
-                self._times = [ms * math.exp(self._gains[fastest] - self._gains[mine]) for ms in self._times]
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
         self._begin(self.fastest)
 
@@ -245,7 +248,8 @@ class Rivals:
         self._rivalry = Rivalry(1.0, 1, can_draft=False)
         self._is_paused = True  # since the last call
         self._is_first = False  # whether the last call began a turn
-        self._num_steps, self._num_tokens, self._ms = 0, 0, 0.0  # of the calls that were not counted yet
+        self._num_steps, self._ms = 0, 0.0  # of the calls that were not counted yet
+        self._num_decodes, self._num_other_tokens = 0, 0  # of these sequences in these calls, and of others
         self._token_ms = self._chunk_ms = 0.0  # that plain decoding takes for one of its tokens, and for its prompts
         self._due_ms = 0.0  # time of calls alike after which they are counted, and another's turn may be due
         self._mine: tuple[Sequence, ...] = ()
@@ -292,11 +296,13 @@ class Rivals:
         if is_same and self._ms < self._due_ms:
             self._is_paused = False
             return self._choice
-        if self._num_tokens:
-            worth_ms = self._num_tokens * self._token_ms + self._chunk_ms
+        if self._num_steps:
+            tokens = self._num_decodes * self._rivalry.yield_ratio + self._num_other_tokens
+            worth_ms = tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
             self._rivalry.count(num_steps, worth_ms, self._ms, self._is_first)
-        self._num_steps, self._num_tokens, self._ms, self._is_paused = 0, 0, 0.0, False
+        self._num_steps, self._num_decodes, self._num_other_tokens = 0, 0, 0
+        self._ms, self._is_paused = 0.0, False
         if not is_same:
             self._mine, self._choice = mine, None
             self._rivalry = self._rivalry_of(plan, mine, costs)
@@ -320,11 +326,22 @@ class Rivals:
         self._choice = self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
         return self._choice
 
-    def add_step(self, num_tokens: int, ms: float) -> None:
-        """A step brought so many tokens and took so long in all."""
+    def add_planned(self, num_sequences: int, num_tokens: int, num_asked: int, num_first: float) -> None:
+        """A step of planned drafting, see Yields."""
+        self._num_decodes += num_sequences
+        self._rivalry.yields.add_planned(num_sequences, num_tokens, num_asked, num_first)
+
+    def add_fixed(self, kept: list[int]) -> None:
+        """A step in the turn of a fixed setting brought each adaptive sequence so many tokens."""
+        self._num_decodes += len(kept)
+        if self.number != NONE:
+            self._rivalry.yields.add_chain(self.number, kept)
+
+    def add_step(self, num_other_tokens: int, ms: float) -> None:
+        """A step took so long in all, and brought so many tokens of sequences that do not draft adaptively."""
         if not self._is_paused:
             self._num_steps += 1
-            self._num_tokens += num_tokens
+            self._num_other_tokens += num_other_tokens
             self._ms += ms
 
     def pause(self) -> None:

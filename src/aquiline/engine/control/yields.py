@@ -1,0 +1,78 @@
+"""What a step of each rival brings: planned drafting, no drafting, and whole chains.
+
+Texts differ more than rivals do: what one brought in its turn would say more about the text that it met there. But a
+planned step in which a sequence drafts also tells what a chain of 1 would have brought there, and a step of a chain
+what all shorter ones would have. So what is learnt is how often a chain's first token is right, in the steps of all
+rivals, and what each of them brings beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aquiline.engine.control.acceptance import Rates
+
+CHAIN_LEVELS = (-1, 0, 1, 2, 3, 5)
+"""The rivals by the levels of their chains: planned drafting, none, and chains, which need a draft model."""
+
+PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
+"""The numbers of some rivals."""
+
+YIELD_MEMORY = 1024
+"""Number of steps at which half of what was learnt of them is forgotten."""
+
+MOSTLY = 0.5
+"""The share of sequences that must draft in planned steps for these to tell of chains."""
+
+_ASKED, _TOKENS, _BEYOND = range(3)
+"""What is counted of planned steps, for each sequence: those that draft, their further tokens, and those of them beyond
+a chain of 1."""
+
+
+class Yields:
+    """Tokens of steps, learnt from steps."""
+
+    def __init__(self) -> None:
+        self._first = Rates((0.0,), 1.0, YIELD_MEMORY)
+        self._planned = Rates((0.0, 0.0, 0.0), 1.0, YIELD_MEMORY)
+        # By chain, in steps that tell of it: right first tokens, and right further ones. Easy texts have more of both.
+        self._first_of, self._further = (Rates((0.0,) * len(CHAIN_LEVELS), 1.0, YIELD_MEMORY) for _ in range(2))
+
+    def add_planned(self, num_sequences: int, num_tokens: int, num_asked: int, num_first: float) -> None:
+        """A step of planned drafting brought the sequences so many tokens. num_asked: how many drafted; num_first: how
+        many first tokens of drafts were right, and should have been where there was none."""
+        first, further = num_first / num_sequences, num_tokens / num_sequences - 1.0
+        self._planned.add(_ASKED, num_asked / num_sequences)
+        self._planned.add(_TOKENS, further)
+        self._planned.add(_BEYOND, further - first)
+        if self._tells_of_chains:
+            self._first.add(0, first)
+
+    def add_chain(self, rival: int, kept: Sequence[int]) -> None:
+        """A step of a chain brought each sequence so many tokens."""
+        count = len(kept)
+        first = sum([number > 1 for number in kept]) / count
+        self._first.add(0, first)
+        for shorter in range(FIRST_CHAIN + 1, rival + 1):
+            most = 1 + CHAIN_LEVELS[shorter]
+            self._first_of.add(shorter, first)
+            self._further.add(shorter, sum([min(number, most) for number in kept]) / count - 1.0 - first)
+
+    def of(self, rival: int) -> float:
+        """Tokens that a step brings a sequence."""
+        if rival == NONE:
+            return 1.0
+        if rival == PLANNED and not self._tells_of_chains:
+            return 1.0 + self._planned.share(_TOKENS)
+        first, seen = self._first.share(0), self._first_of.share(rival)
+        if rival == PLANNED:
+            return 1.0 + first + self._planned.share(_BEYOND)
+        return 1.0 + first * (1.0 + (self._further.share(rival) / seen if seen else 0.0))
+
+    def num_steps(self, rival: int) -> float:
+        """The number of steps by which it is known what a rival that drafts brings beside none."""
+        is_apart = rival == PLANNED and not self._tells_of_chains
+        return (self._planned.trials[_TOKENS] if is_apart else self._first.trials[0]) - 1.0
+
+    @property
+    def _tells_of_chains(self) -> bool:
+        return self._planned.share(_ASKED) > MOSTLY
