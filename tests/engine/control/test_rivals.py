@@ -154,7 +154,7 @@ def test_none_has_its_turn_first_where_a_plan_promises_little(speedup: float, fi
     begin = next(number for number, turn in enumerate(found.turns) if turn != PLANNED)
     assert found.turns[begin] == first
     if first == NONE:
-        assert begin * steps <= 1.3 * TURN_STEPS and found.turns[2 * TURN_STEPS // steps + 4 :].count(NONE) > 100
+        assert begin * steps <= 1.3 * TURN_STEPS and found.turns[2 * TURN_STEPS // steps + 4 :].count(NONE) > 90
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,16 @@ def test_turns_of_long_steps_have_fewer(step_ms: float, num_sequences: int, expe
     begin = turns.index(CHAIN)
     assert turns[begin : begin + 2 * expected] == [CHAIN] * 2 * expected
     assert begin >= expected and rivalry.fastest == CHAIN
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
+def test_how_much_a_turn_may_mislead_is_learnt_from_the_fastest(noise: float) -> None:
+    """Calls of an eighth of a turn differ by so much; there are no other rivals to be found."""
+    rivalry = Rivalry(1.0, 8, can_draft=False)
+    found = [
+        played(rivalry, lambda _: (1.0, 0.5), 100, noise=noise, change=0.0) and rivalry._noise_square for _ in range(40)
+    ]
+    assert math.sqrt(sum(found[10:]) / 30) == pytest.approx(noise / math.sqrt(8), rel=0.35)
 
 
 def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:

@@ -40,11 +40,14 @@ LITTLE_SPEEDUP = 1.15
 """Where a plan promises less than this speedup, none has its turn first, as soon as it can be told: costs that were
 learnt from steps that draft err by as much for steps that do not."""
 
-TURN_MEMORY, TURN_NOISE, TOKEN_NOISE, TEXT_NOISE, MOST_GAIN = 8, 0.03, 0.03, 0.07, 0.5
-"""Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood, by the
-tokens that it brings beyond a chain of 1, and, beside none, by the text, for one sequence: a lead must be larger. All
-of it is by the root of their number less after several turns, or steps whose tokens are known. The most that a single
-turn may seem faster or slower."""
+TURN_MEMORY, TURN_NOISE, NOISE_MEMORY = 8, 0.08, 8
+"""Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood: at
+first, and then by how much the fastest seems faster or slower than itself in as many steps, over the last 8 times."""
+
+TOKEN_NOISE, TEXT_NOISE, LEAD, MOST_GAIN = 0.02, 0.07, 1.5, 0.5
+"""The same for one sequence by the tokens that a rival brings beyond a chain of 1, and, beside none, by the text. A
+lead must be 1.5 times as large as all of it, which is by the root of their number less after several turns, or steps
+whose tokens are known. The most that a single turn may seem faster or slower."""
 
 
 class Found(NamedTuple):
@@ -77,6 +80,8 @@ class Rivalry:
         self._num_timed = 0  # steps that step_ms is averaged over
         self._wait = float(FIRST_WAIT)  # the turns for which the fastest goes on before another's is due
         self._earned = float(FIRST_COST)  # the steps that turns may cost now
+        self._noise_square = TURN_NOISE * TURN_NOISE
+        self._block_ms = self._block_lost_ms = 0.0  # of the fastest's steps from which the noise is learnt next
         self.yields = Yields()
         self._begin(PLANNED)
 
@@ -135,6 +140,8 @@ class Rivalry:
         if self.current == self.fastest:
             self._earned += (COST_SHARE * ms - is_first * max(0.0, lost_ms)) / self.step_ms
             if not is_first:
+                if worth:
+                    self._learn_noise(lost_ms, ms)
                 kept = max(0.0, 1.0 - ms / (PACE_STEPS * self.step_ms))
                 self._worths[has_prompts], self._times[has_prompts] = kept * worth + worth_ms, kept * took + ms
             return
@@ -142,6 +149,15 @@ class Rivalry:
         if worth and not is_first:
             self._counted_ms += ms
             self._lost_ms += lost_ms
+
+    def _learn_noise(self, lost_ms: float, ms: float) -> None:
+        """Steps of the fastest took so long, of it so much longer than at its pace."""
+        self._block_ms += ms
+        self._block_lost_ms += lost_ms
+        if self._block_ms >= self._turn_steps * self.step_ms:
+            lost = self._block_lost_ms / self._block_ms
+            self._noise_square += (lost * lost - self._noise_square) / NOISE_MEMORY
+            self._block_ms = self._block_lost_ms = 0.0
 
     def _try_another(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
@@ -182,11 +198,11 @@ class Rivalry:
 
     def _noise(self, rival: int) -> float:
         """By how much the rival may seem faster than the fastest without being so."""
-        turns = min(TURN_MEMORY, self._turns[rival])
+        turns, turn_noise = min(TURN_MEMORY, self._turns[rival]), math.sqrt(self._noise_square)
         if self._is_idle and rival == NONE:
-            return TURN_NOISE / math.sqrt(turns)
+            return turn_noise / math.sqrt(turns)
         size = self._num_sequences / TURN_STEPS
-        noise = (TURN_NOISE + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
+        noise = (turn_noise + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
         if NONE in (rival, self.fastest):
             known = self.yields.num_steps(self.fastest if rival == NONE else rival)
             noise += TEXT_NOISE / math.sqrt(size * max(1.0, known))
@@ -207,7 +223,8 @@ class Rivalry:
     def _lead(self, rival: int) -> float:
         """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
         gain = self._gains[rival] - self._gains[self.fastest]
-        return (gain + TURN_NOISE * (self._is_idle and rival == NONE)) / self._noise(rival)
+        head_start = LEAD * math.sqrt(self._noise_square) * (self._is_idle and rival == NONE)
+        return (gain + head_start) / self._noise(rival)
 
     def _end_turn(self) -> None:
         mine, fastest = self.current, self.fastest
@@ -219,7 +236,7 @@ class Rivalry:
             number = min(TURN_MEMORY, self._turns[mine])
             share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
             self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
-            if self._lead(mine) > 1.0:
+            if self._lead(mine) > LEAD:
                 pace = self.yield_ratio * math.exp(self._gains[fastest] - self._gains[mine])
                 self._times = [ms * pace for ms in self._times]
                 self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
