@@ -380,7 +380,7 @@ def test_rules_come_before_the_grammar_and_a_row_without_tokens_is_the_requests_
         (Structured(regex="a" * 2**17), "structured.regex: has 131072 characters"),
         (Structured(regex="(?=a)b"), r"structured.regex='\(\?=a\)b': \(\?=\.\.\.\) is not supported"),
         (Structured(structural_tag={"format": {"type": "regex", "pattern": "a^b"}}), r"structured.regex='a\^b': \^ is"),
-        (Structured(json='{"$ref": "#"}'), "no text follows it"),
+        (Structured(json='{"$ref": "#"}'), "no text follows it|Circular"),  # by the version of the library
         (Structured(grammar="root ::= root"), "no text follows it"),
     ],
 )  # fmt: skip
