@@ -2,7 +2,8 @@
 plan really brings at a load, with all that it takes beside it, is only known by what it brought.
 
 The fastest rival at a load goes on. The others have turns of some steps, whenever what these cost has been earned. Of
-chains, one about as long as what the plan drafts is the first, and then the neighbours of the fastest one.
+chains, one about as long as what the plan drafts is the first, and then the neighbours of the fastest one. Turns tell
+what time steps take; what they bring is learnt from all steps (yields.py), since texts differ more than rivals do.
 """
 
 from __future__ import annotations
