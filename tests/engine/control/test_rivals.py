@@ -447,7 +447,7 @@ def test_a_rival_without_a_turn_is_no_fastest_one_of_an_earlier_run() -> None:
     """Its gain of 0 is none that was found. And turns at a load that is known must be earned."""
     rivalry = Rivalry(1.0, 8, can_draft=True)
     gains, turns = [0.0] * len(CHAIN_LEVELS), [0] * len(CHAIN_LEVELS)
-    gains[CHAIN_2], turns[CHAIN_2] = -0.06, 1
+    gains[PLANNED], gains[CHAIN_2], turns[CHAIN_2] = -0.02, -0.08, 1
     rivalry.begin_with(Found(PLANNED, gains, turns))
     found = played(rivalry, lambda _: (1.0,), 60, noise=0.0, change=0.0, speedup=1.2)
     assert set(found.turns) == {PLANNED}
