@@ -466,6 +466,18 @@ def test_a_step_in_a_fixed_turn_counts_for_the_adaptive_sequences_alone() -> Non
     assert sum(controller.ledger.steps.values()) == 1, "nobody drafted adaptively"
 
 
+def test_a_late_outcome_without_adaptive_sequences_teaches_a_turn_nothing() -> None:
+    """It is read when a chain's turn has begun, and its step was planned before."""
+    controller, other = Controller(COSTS), sequence_of(drafting=Chain(1), slot=0)
+    output = StepOutput([Decoded(1, [5, 6], 1, 1, None, [], 1)], [], 2, None)
+    controller.rivals.number, controller.rivals._is_paused = CHAIN, False
+    before = controller.rivals._rivalry.yields.of(CHAIN)
+    controller.learn(
+        Step(StepPlan(decoding=(other,)), StepInput((Decode(0, Chain(1)),)), SimpleNamespace(read=lambda: output))
+    )
+    assert controller.rivals._rivalry.yields.of(CHAIN) == before
+
+
 def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of three steps, so that every sequence meets all rivals, and prompts come meanwhile."""
     waits = dict.fromkeys(("FIRST_WAIT", "HOPELESS_WAIT"), 1)

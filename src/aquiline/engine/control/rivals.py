@@ -350,9 +350,10 @@ class Rivals:
         self._rivalry.yields.add_planned(num_sequences, num_tokens, num_asked, num_first)
 
     def add_fixed(self, kept: list[int]) -> None:
-        """A step in the turn of a fixed setting brought each adaptive sequence so many tokens."""
+        """A step in the turn of a fixed setting brought each adaptive sequence so many tokens. A backend whose outcomes
+        are read late gives one of a step in which there was none."""
         self._num_decodes += len(kept)
-        if self.number != NONE:
+        if kept and self.number != NONE:
             self._rivalry.yields.add_chain(self.number, kept)
 
     def add_step(self, num_other_tokens: int, ms: float) -> None:
