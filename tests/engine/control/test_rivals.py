@@ -31,7 +31,7 @@ from aquiline.engine.control.rivals import (
     Rivalry,
     Rivals,
 )
-from aquiline.engine.control.yields import CHAIN_LEVELS, NONE, PLANNED, Yields
+from aquiline.engine.control.yields import CHAIN_LEVELS, NONE, PLANNED
 from aquiline.engine.llm import LLM
 from aquiline.engine.pipeline import Step
 from aquiline.engine.scheduler import StepPlan
@@ -324,42 +324,6 @@ def test_calls_of_the_fastest_are_counted_together(number: int) -> None:
     steps = [steps for steps, _ in counted]
     assert len(steps) <= 4 and sum(steps) + ours._num_steps == 4 * COUNTED_STEPS
     assert [ms for _, ms in counted] == pytest.approx([0.5 * rivalry.step_ms * number for number in steps])
-
-
-def test_chains_and_plans_are_compared_on_the_same_texts() -> None:
-    """A chain meets easy texts only in its turns, a plan all. It brings a tenth of a token more there."""
-    yields, rng = Yields(), random.Random(1)
-    for number in range(4_000):
-        is_easy = number // 100 % 2 == 0
-        is_right = rng.random() < (0.7 if is_easy else 0.1)
-        if is_easy and number % 2 == 0:
-            yields.add_chain(CHAIN, [1 + is_right])
-        else:
-            yields.add_planned(1, 1 + is_right + (rng.random() < 0.1), 1, is_right)
-    assert yields.of(PLANNED) - yields.of(CHAIN) == pytest.approx(0.1, abs=0.03)
-    assert yields.of(CHAIN) == pytest.approx(1.4, abs=0.05) and yields.of(NONE) == 1.0
-
-
-def test_a_chain_is_not_taken_for_a_plan_that_drafts_nothing() -> None:
-    """Whatever first tokens are believed to be right then."""
-    yields = Yields()
-    for number in range(400):
-        yields.add_planned(2, 2, 0, 1.6)
-        if number % 10 == 0:
-            yields.add_chain(CHAIN, [2, 1])
-    assert yields.of(CHAIN) == pytest.approx(1.5, abs=0.03) and yields.of(PLANNED) == 1.0
-    assert (yields.num_steps(CHAIN), yields.num_steps(PLANNED)) == (40, 400)
-
-
-def test_a_chain_tells_what_shorter_ones_bring() -> None:
-    """And where first tokens are right half as often, so are further ones."""
-    yields = Yields()
-    for number in range(400):
-        yields.add_chain(CHAIN_3, [[4, 1], [2, 3]][number % 2])
-    assert [yields.of(rival) for rival in (CHAIN, CHAIN_2, CHAIN_3)] == pytest.approx([1.75, 2.25, 2.5], abs=0.02)
-    for _ in range(400):
-        yields.add_planned(2, 2, 2, 0.0)
-    assert [yields.of(rival) for rival in (CHAIN, CHAIN_2, CHAIN_3)] == pytest.approx([1.375, 1.625, 1.75], abs=0.02)
 
 
 @pytest.mark.parametrize("fastest", [PLANNED, NONE, CHAIN])
