@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aquiline.engine.control.yields import CHAIN_LEVELS, NONE, PLANNED, Yields
+from aquiline.engine.control.yields import CHAIN_LEVELS, PLANNED, Yields
 
 CHAIN, CHAIN_2, CHAIN_3 = (CHAIN_LEVELS.index(levels) for levels in (1, 2, 3))
 
@@ -20,19 +20,20 @@ def test_chains_and_plans_are_compared_on_the_same_texts() -> None:
         if is_easy and number % 2 == 0:
             yields.add_chain(CHAIN, [1 + is_right])
         else:
-            yields.add_planned(1, 1 + is_right + (rng.random() < 0.1), 1, is_right)
-    assert yields.of(PLANNED) - yields.of(CHAIN) == pytest.approx(0.1, abs=0.03)
-    assert yields.of(CHAIN) == pytest.approx(1.4, abs=0.05) and yields.of(NONE) == 1.0
+            yields.add_planned(1, 1, is_right + (rng.random() < 0.1), is_right)
+    assert yields.further(PLANNED) - yields.further(CHAIN) == pytest.approx(0.1, abs=0.03)
+    assert yields.further(CHAIN) == pytest.approx(0.4, abs=0.05)
 
 
-def test_a_chain_is_not_taken_for_a_plan_that_drafts_nothing() -> None:
-    """Whatever first tokens are believed to be right then."""
+def test_a_chain_is_not_taken_for_a_plan_that_seldom_drafts() -> None:
+    """Whatever first tokens are believed to be right then. One of ten steps drafts for both sequences, which brings
+    them three further tokens."""
     yields = Yields()
     for number in range(400):
-        yields.add_planned(2, 2, 0, 1.6)
+        yields.add_planned(2, *((2, 3) if number % 10 == 5 else (0, 0)), 1.6)
         if number % 10 == 0:
             yields.add_chain(CHAIN, [2, 1])
-    assert yields.of(CHAIN) == pytest.approx(1.5, abs=0.03) and yields.of(PLANNED) == 1.0
+    assert yields.further(CHAIN) == pytest.approx(0.5, abs=0.03) and yields.further(PLANNED) == pytest.approx(1.5)
     assert (yields.num_steps(CHAIN), yields.num_steps(PLANNED)) == (40, 400)
 
 
@@ -41,7 +42,8 @@ def test_a_chain_tells_what_shorter_ones_bring() -> None:
     yields = Yields()
     for number in range(400):
         yields.add_chain(CHAIN_3, [[4, 1], [2, 3]][number % 2])
-    assert [yields.of(rival) for rival in (CHAIN, CHAIN_2, CHAIN_3)] == pytest.approx([1.75, 2.25, 2.5], abs=0.02)
+    rivals = (CHAIN, CHAIN_2, CHAIN_3)
+    assert [yields.further(rival) for rival in rivals] == pytest.approx([0.75, 1.25, 1.5], abs=0.02)
     for _ in range(400):
-        yields.add_planned(2, 2, 2, 0.0)
-    assert [yields.of(rival) for rival in (CHAIN, CHAIN_2, CHAIN_3)] == pytest.approx([1.375, 1.625, 1.75], abs=0.02)
+        yields.add_planned(2, 2, 0, 0.0)
+    assert [yields.further(rival) for rival in rivals] == pytest.approx([0.375, 0.625, 0.75], abs=0.02)

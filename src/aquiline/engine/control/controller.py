@@ -156,7 +156,7 @@ class Controller:
         output = step.output
         self._num_other_tokens = sum([len(decoded.kept) for decoded in output.decodes])
         self._steps_untimed += 1
-        num_adaptive, num_tokens, num_asked, num_first, before = 0, 0, 0, 0.0, self._drafted
+        num_adaptive, num_tokens, num_asked, num_further, num_first, before = 0, 0, 0, 0, 0.0, self._drafted
         self._drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
         is_due = self._steps_untimed >= self._timing_steps()
         is_timed = is_due and self._drafted == before
@@ -171,11 +171,13 @@ class Controller:
             num_adaptive += 1
             num_tokens += len(decoded.kept)
             if record is not None:
-                num_asked += bool(guesses)
                 num_first += guesses[0].token == first if guesses else record.share(0)
             if decode.cut is None and decode.proposal is None:
                 self.ledger.steps["none"] += 1
                 continue
+            if decode.proposal is None and decode.cut is not UNVERIFIED:
+                num_asked += 1
+                num_further += len(decoded.kept) - 1
             add_choice(self.ledger, decode, decoded, is_timed)
             if guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
                 self._overlap.add(0, guesses[0].token == first)
@@ -184,7 +186,7 @@ class Controller:
                 most_seen = min(self.draft_window or decoded.root, decoded.root)
                 record.observe(guesses, decoded.kept, 2 * num_seen < most_seen)
         if num_adaptive:
-            self.rivals.add_planned(num_adaptive, num_tokens, num_asked, num_first)
+            self.rivals.add_planned(num_adaptive, num_tokens, num_asked, num_further, num_first)
             self._num_other_tokens -= num_tokens
         is_learnt = num_adaptive > 0 and not step.plan.chunks  # the table does not have the cost of prompts
         self._inside_ms = sum(output.seconds.values()) * 1e3 if is_learnt and output.seconds is not None else 0.0

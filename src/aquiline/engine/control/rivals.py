@@ -1,14 +1,19 @@
 """Fixed settings rival planned drafting: no drafting, and whole chains. They take the host next to no time, and what a
 plan really brings at a load, with all that it takes beside it, is only known by what it brought.
 
-The fastest rival at a load goes on. The others have turns of some steps, whenever what these cost has been earned. Of
-chains, one about as long as what the plan drafts is the first, and then the neighbours of the fastest one. Turns tell
-what time steps take; what they bring is learnt from all steps (yields.py), since texts differ more than rivals do.
+The fastest rival at a load goes on. The others have turns, whenever what these cost has been earned. Of chains, one
+about as long as what the plan drafts is the first, and then the neighbours of the fastest one. Turns tell what time
+steps take; what they bring is learnt from all steps (yields.py), since texts differ more than rivals do.
+
+A machine is faster or slower for some hundreds of milliseconds at a time. So a turn is made of pieces of eight steps,
+and between two of them the fastest goes on for as many, whose pace the next piece is compared with. By how much the
+pieces of a turn differ, so much it may mislead.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import variance
 from typing import Any, NamedTuple
 
 from aquiline.backends.base import Decode
@@ -22,9 +27,9 @@ from aquiline.engine.pipeline import StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 
-TURN_STEPS, PACE_STEPS, COUNTED_STEPS = 64, 256, 32
-"""Steps of a turn, and those of the fastest rival that a turn is compared with. The fastest one's steps are counted 32
-at a time. All these numbers count time: a step with a prompt is many steps."""
+TURN_STEPS, PIECE_STEPS, PROMPT_STEPS, COUNTED_STEPS = 64, 8, 256, 32
+"""Steps of a turn, and of each piece of it; those with prompts whose pace others with prompts are compared with; and
+those that are counted at a time between turns. All these numbers count time: a step with a prompt is many steps."""
 
 TURN_MS, LEAST_TURN = 250.0, 16
 """Where 64 steps take longer a turn ends after this time, but not before so many steps, nor before 64 of all its
@@ -33,7 +38,7 @@ sequences together."""
 COST_SHARE, MOST_COST, FIRST_COST = 0.005, 32, 16
 """The share of the time that turns may cost, and the steps that they may cost at once, and at first."""
 
-MOST_LOST, FIRST_WAIT, NEXT_WAIT, HOPELESS_WAIT = 4, 4, 1, 40
+MOST_LOST, FIRST_WAIT, NEXT_WAIT, HOPELESS_WAIT = 4, 2, 1, 40
 """The steps after whose loss a turn ends. Numbers of turns for which another one waits: the first; each further one,
 whose cost must have been earned; and those where no other rival may well be faster, at most."""
 
@@ -41,9 +46,9 @@ LITTLE_SPEEDUP = 1.15
 """Where a plan promises less than this speedup, none has its turn first, as soon as it can be told: costs that were
 learnt from steps that draft err by as much for steps that do not."""
 
-TURN_MEMORY, TURN_NOISE, NOISE_MEMORY = 8, 0.08, 8
+TURN_MEMORY, TURN_NOISE, NOISE_MEMORY = 8, 0.03, 8
 """Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood: at
-first, and then by how much the fastest seems faster or slower than itself in as many steps, over the last 8 times."""
+first, and then as the pieces of the last 8 turns tell."""
 
 TOKEN_NOISE, TEXT_NOISE, LEAD, MOST_GAIN = 0.02, 0.07, 1.5, 0.5
 """The same for one sequence by the tokens that a rival brings beyond a chain of 1, and, beside none, by the text. A
@@ -65,9 +70,9 @@ class Rivalry:
     step_ms: the time of a step without prompts, on average; yields: tokens of steps.
 
     Sequences and prompts come and go and texts grow, so the time of a step is compared with its worth: what plain
-    decoding should take, behind these contexts, for a token of each sequence, as many times as a step brings more than
-    one of the fastest, and for the same prompt rows. And that is compared with the pace of the fastest: milliseconds in
-    which it does a millisecond's worth, in steps with prompts and in others."""
+    decoding should take, behind these contexts, for as many tokens as the step should bring, and for the same prompt
+    rows. And that is compared with the pace of the fastest: milliseconds in which it does a millisecond's worth, in
+    steps with prompts and in others."""
 
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
@@ -79,90 +84,77 @@ class Rivalry:
         self._last_turns = [0] * count  # the number of each one's last turn
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
-        self._wait = float(FIRST_WAIT)  # the turns for which the fastest goes on before another's is due
         self._earned = float(FIRST_COST)  # the steps that turns may cost now
-        self._noise_square = TURN_NOISE * TURN_NOISE
-        self._block_ms = self._block_lost_ms = 0.0  # of the fastest's steps from which the noise is learnt next
+        self._noise_square, self._num_noises = TURN_NOISE * TURN_NOISE, 1
+        self._losts: list[float] = []  # of the pieces of the turn, as shares of their times
+        self._other: int | None = None  # whose turn it is beside the fastest
+        self._wait = 0.0  # the turns for which the fastest goes on before another's is due
         self.yields = Yields()
-        self._begin(PLANNED)
+        self._wait_for(FIRST_WAIT)
 
     def begin_with(self, found: Found) -> None:
         """Begin with what an earlier run has found. A turn or two may change it, once their cost has been earned."""
         self.fastest, self._gains = found.fastest, found.gains
         self._turns, self._earned = [min(1.0, number) for number in found.turns], 0.0
-        self._begin(self.fastest)
+        self._wait_for(NEXT_WAIT)
 
     def found(self) -> Found:
         """What the turns have shown so far."""
         return Found(self.fastest, self._gains, self._turns)
 
     @property
-    def yield_ratio(self) -> float:
-        """The tokens of a step of the one whose turn it is, over those of a step of the fastest one."""
-        return self.yields.of(self.current) / self.yields.of(self.fastest)
-
-    @property
     def num_left(self) -> int:
-        """Steps for which the turn lasts at most."""
-        left_ms = self._turn_steps * self.step_ms - (self.current != self.fastest) * self._ms
-        return max(1, round(left_ms / self.step_ms))
+        """Steps for which the one whose turn it is goes on at least: the rest of a piece, if anybody has a turn."""
+        return COUNTED_STEPS if self._other is None else max(1, round(PIECE_STEPS - self._ms / self.step_ms))
 
     @property
     def _turn_steps(self) -> int:
-        """Steps of a turn."""
+        """Steps of a turn, those of the fastest between its pieces apart."""
         least = max(LEAST_TURN, TURN_STEPS // self._num_sequences)
         return max(least, min(TURN_STEPS, round(TURN_MS / self.step_ms)))
 
     def begin_call(self, speedup: float, num_nodes: float) -> int:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
-        turn_steps = self._turn_steps
-        turns = self._ms / (turn_steps * self.step_ms)
         self._is_idle = len(self._gains) > FIRST_CHAIN and num_nodes < 0.5 and self.fastest == PLANNED
-        is_free = self._begins_with_none(speedup) and not self._turns[NONE]
-        if self.current != self.fastest:
-            if turns >= 1.0 or self._lost_ms > MOST_LOST * self.step_ms:
-                self._end_turn()
-        elif self._num_timed >= turn_steps and (turns >= self._wait or is_free):
-            self._wait = turns + 1.0  # if none begins
-            self._try_another(turns, speedup, num_nodes)
+        steps = self._ms / self.step_ms
+        if self._other is None:
+            self._begin_turn(steps / self._turn_steps, speedup, num_nodes)
+        elif steps >= PIECE_STEPS:
+            self._end_piece(self._other)
         return self.current
 
     def count(self, num_steps: int, worth_ms: float, ms: float, is_first: bool) -> None:
-        """The steps of a call took so long; num_steps: 0 if it had prompts. is_first: it was the first of a turn, and
+        """The steps of a call took so long; num_steps: 0 if it had prompts. is_first: it was the first of a piece, and
         paid for the change: draft keys that were missing, caches. That counts as a cost of turns."""
         if num_steps:
-            self._num_timed = min(PACE_STEPS, self._num_timed + num_steps)
+            self._num_timed = min(PROMPT_STEPS, self._num_timed + num_steps)
             self.step_ms += (ms / num_steps - self.step_ms) * num_steps / self._num_timed
         has_prompts = not num_steps
         worth, took = self._worths[has_prompts], self._times[has_prompts]
         lost_ms = ms - worth_ms * took / worth if worth else 0.0
+        self._earned += (self.current == self.fastest) * COST_SHARE * ms / self.step_ms
+        if is_first:
+            self._earned -= max(0.0, lost_ms) / self.step_ms
+            return
         self._ms += ms
         if self.current == self.fastest:
-            self._earned += (COST_SHARE * ms - is_first * max(0.0, lost_ms)) / self.step_ms
-            if not is_first:
-                if worth:
-                    self._learn_noise(lost_ms, ms)
-                kept = max(0.0, 1.0 - ms / (PACE_STEPS * self.step_ms))
-                self._worths[has_prompts], self._times[has_prompts] = kept * worth + worth_ms, kept * took + ms
-            return
-        self._earned -= lost_ms / self.step_ms
-        if worth and not is_first:
+            memory_ms = (PROMPT_STEPS if has_prompts else PIECE_STEPS) * self.step_ms
+            kept = max(0.0, 1.0 - ms / memory_ms)
+            self._worths[has_prompts], self._times[has_prompts] = kept * worth + worth_ms, kept * took + ms
+        elif worth:
+            self._earned -= lost_ms / self.step_ms
             self._counted_ms += ms
             self._lost_ms += lost_ms
+            self._piece_lost_ms += lost_ms
 
-    def _learn_noise(self, lost_ms: float, ms: float) -> None:
-        """Steps of the fastest took so long, of it so much longer than at its pace."""
-        self._block_ms += ms
-        self._block_lost_ms += lost_ms
-        if self._block_ms >= self._turn_steps * self.step_ms:
-            lost = self._block_lost_ms / self._block_ms
-            self._noise_square += (lost * lost - self._noise_square) / NOISE_MEMORY
-            self._block_ms = self._block_lost_ms = 0.0
-
-    def _try_another(self, turns: float, speedup: float, num_nodes: float) -> None:
+    def _begin_turn(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
         since the last one."""
+        is_free = self._begins_with_none(speedup) and not self._turns[NONE]
+        if self._num_timed < self._turn_steps or (turns < self._wait and not is_free):
+            return
+        self._wait = turns + 1.0  # if none begins
         others = self._others(speedup, num_nodes)
         other = max(others, key=self._hope)
         is_hopeless = self._hope(other) <= self._gains[self.fastest]
@@ -210,16 +202,33 @@ class Rivalry:
         return noise
 
     def _expected_cost(self, rival: int, speedup: float) -> float:
-        """The steps that a turn should cost. A chain that has had none is taken for the fastest one, and a first fixed
-        setting may bring nothing."""
+        """The steps that a turn should cost, which ends behind the piece in which it has lost too much. A chain that
+        has had none is taken for the fastest one, and a first fixed setting may bring nothing."""
         known = rival if self._turns[rival] else self._best_chain if rival >= FIRST_CHAIN else None
         lag = math.log(speedup) if known is None else self._gains[self.fastest] - self._gains[known]
-        return min(MOST_COST, self._turn_steps * (1.0 - math.exp(-max(0.0, lag))))
+        share = 1.0 - math.exp(-max(0.0, lag))
+        return min(self._turn_steps * share, MOST_LOST + PIECE_STEPS * share)
+
+    def _wait_for(self, turns: float) -> None:
+        """The fastest goes on for so many turns at least."""
+        self.current, self._other = self.fastest, None
+        self._ms, self._wait = 0.0, turns
 
     def _begin(self, rival: int) -> None:
-        self.current = rival
-        self._ms = self._counted_ms = self._lost_ms = 0.0
-        self._wait = NEXT_WAIT if any(self._turns) else FIRST_WAIT
+        self.current = self._other = rival
+        self._ms = self._counted_ms = self._lost_ms = self._piece_lost_ms = 0.0
+        self._losts.clear()
+
+    def _end_piece(self, other: int) -> None:
+        """A piece has ended, of the rival whose turn it is or of the fastest between two of these."""
+        if self.current == other:
+            self._losts.append(self._piece_lost_ms / self._ms)
+            self._piece_lost_ms = 0.0
+            if self._counted_ms >= self._turn_steps * self.step_ms or self._lost_ms > MOST_LOST * self.step_ms:
+                self._end_turn(other)
+                return
+        self.current = self.fastest if self.current == other else other
+        self._ms = 0.0
 
     def _lead(self, rival: int) -> float:
         """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
@@ -227,23 +236,26 @@ class Rivalry:
         head_start = LEAD * math.sqrt(self._noise_square) * (self._is_idle and rival == NONE)
         return (gain + head_start) / self._noise(rival)
 
-    def _end_turn(self) -> None:
-        mine, fastest = self.current, self.fastest
-        if self._counted_ms:
-            # A turn of bad luck ends early. Did it count as much as any other, rivals would all seem slower.
-            weight = min(1.0, self._counted_ms / (self._turn_steps * self.step_ms))
-            self._turns[mine] += weight
-            self._last_turns[mine] = max(self._last_turns) + 1
-            number = min(TURN_MEMORY, self._turns[mine])
-            share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
-            self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
-            if self._lead(mine) > LEAD:
-                pace = self.yield_ratio * math.exp(self._gains[fastest] - self._gains[mine])
-                self._times = [ms * pace for ms in self._times]
-                self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
-                self.fastest = mine
+    def _end_turn(self, mine: int) -> None:
+        fastest = self.fastest
+        # A turn of bad luck ends early. Did it count as much as any other, rivals would all seem slower.
+        weight = min(1.0, self._counted_ms / (self._turn_steps * self.step_ms))
+        self._turns[mine] += weight
+        self._last_turns[mine] = max(self._last_turns) + 1
+        number = min(TURN_MEMORY, self._turns[mine])
+        share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
+        self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
+        if self._lead(mine) > LEAD:
+            pace = math.exp(self._gains[fastest] - self._gains[mine])
+            self._times = [ms * pace for ms in self._times]
+            self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
+            self.fastest = mine
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
-        self._begin(self.fastest)
+        if len(self._losts) > 1:
+            self._num_noises = min(NOISE_MEMORY, self._num_noises + 1)
+            of_turn = variance(self._losts) * PIECE_STEPS / self._turn_steps
+            self._noise_square += (of_turn - self._noise_square) / self._num_noises
+        self._wait_for(NEXT_WAIT)
 
 
 class RivalryKey(NamedTuple):
@@ -265,9 +277,9 @@ class Rivals:
         self._known: dict[RivalryKey, Found] = {}  # by an earlier run
         self._rivalry = Rivalry(1.0, 1, can_draft=False)
         self._is_paused = True  # since the last call
-        self._is_first = False  # whether the last call began a turn
+        self._is_first = False  # whether another rival had the call before the last one
         self._num_steps, self._ms = 0, 0.0  # of the calls that were not counted yet
-        self._num_decodes, self._num_other_tokens = 0, 0  # of these sequences in these calls, and of others
+        self._num_tokens, self._num_drafts = 0, 0  # of these calls, further ones apart that drafts of the model brought
         self._token_ms = self._chunk_ms = 0.0  # that plain decoding takes for one of its tokens, and for its prompts
         self._due_ms = 0.0  # time of calls alike after which they are counted, and another's turn may be due
         self._mine: tuple[Sequence, ...] = ()
@@ -302,8 +314,8 @@ class Rivals:
 
     @property
     def num_left(self) -> int:
-        """Steps for which the turn lasts at most."""
-        return self._rivalry.num_left
+        """Steps that the next call has at most. The first one of a rival is apart, since it pays for the change."""
+        return 1 if self._is_first else min(REPLAN_STEPS, self._rivalry.num_left)
 
     def begin_call(
         self, plan: StepPlan, mine: tuple[Sequence, ...], costs: StepCosts, planned: DraftingPlan
@@ -315,11 +327,11 @@ class Rivals:
             self._is_paused = False
             return self._choice
         if self._num_steps:
-            tokens = self._num_decodes * self._rivalry.yield_ratio + self._num_other_tokens
+            tokens = self._num_tokens + self._num_drafts * self._rivalry.yields.further(self.number)
             worth_ms = tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
             self._rivalry.count(num_steps, worth_ms, self._ms, self._is_first)
-        self._num_steps, self._num_decodes, self._num_other_tokens = 0, 0, 0
+        self._num_steps, self._num_tokens, self._num_drafts = 0, 0, 0
         self._ms, self._is_paused = 0.0, False
         if not is_same:
             self._mine, self._choice = mine, None
@@ -332,8 +344,7 @@ class Rivals:
         plain_ms = costs.plain_ms(count, keys)
         self._token_ms = plain_ms / count
         self._chunk_ms = costs.plain_ms(count + plan.num_chunk_rows, keys) - plain_ms if plan.chunks else 0.0
-        is_settled = not (self._is_first or self.is_trying or plan.chunks)
-        self._due_ms = is_settled * COUNTED_STEPS * self._rivalry.step_ms
+        self._due_ms = 0.0 if self._is_first or plan.chunks else self._rivalry.num_left * self._rivalry.step_ms
         if self.number == PLANNED:
             self._choice = None
             return None
@@ -341,26 +352,32 @@ class Rivals:
             levels = CHAIN_LEVELS[self.number]
             decodes = {s: Decode(s.slot, chain_of(s, levels) if levels and s.drafts else PLAIN) for s in mine}
             self._choice = StepChoice(decodes, (), 1)
-        self._choice = self._choice._replace(most_steps=min(REPLAN_STEPS, self._rivalry.num_left))
+        self._choice = self._choice._replace(most_steps=self.num_left)
         return self._choice
 
-    def add_planned(self, num_sequences: int, num_tokens: int, num_asked: int, num_first: float) -> None:
-        """A step of planned drafting, see Yields."""
-        self._num_decodes += num_sequences
-        self._rivalry.yields.add_planned(num_sequences, num_tokens, num_asked, num_first)
+    def add_planned(
+        self, num_sequences: int, num_tokens: int, num_asked: int, num_further: int, num_first: float
+    ) -> None:
+        """A step of planned drafting brought the sequences so many tokens. For the others see Yields."""
+        self._num_tokens += num_tokens - num_further
+        self._num_drafts += num_asked
+        if not self._is_first:
+            self._rivalry.yields.add_planned(num_sequences, num_asked, num_further, num_first)
 
     def add_fixed(self, kept: list[int]) -> None:
         """A step in the turn of a fixed setting brought each adaptive sequence so many tokens. A backend whose outcomes
-        are read late gives one of a step in which there was none."""
-        self._num_decodes += len(kept)
+        are read late gives one of a step in which there was none, and in the first step that of another rival."""
+        self._num_tokens += len(kept)
         if kept and self.number != NONE:
-            self._rivalry.yields.add_chain(self.number, kept)
+            self._num_drafts += len(kept)
+            if not self._is_first:
+                self._rivalry.yields.add_chain(self.number, kept)
 
     def add_step(self, num_other_tokens: int, ms: float) -> None:
         """A step took so long in all, and brought so many tokens of sequences that do not draft adaptively."""
         if not self._is_paused:
             self._num_steps += 1
-            self._num_other_tokens += num_other_tokens
+            self._num_tokens += num_other_tokens
             self._ms += ms
 
     def pause(self) -> None:

@@ -23,9 +23,9 @@ YIELD_MEMORY = 1024
 MOSTLY = 0.5
 """The share of sequences that must draft in planned steps for these to tell of chains."""
 
-_ASKED, _TOKENS, _BEYOND = range(3)
-"""What is counted of planned steps, for each sequence: those that draft, their further tokens, and those of them beyond
-a chain of 1."""
+_ASKED, _FURTHER, _BEYOND = range(3)
+"""What is counted of planned steps, for each sequence: those that draft with the model, their further tokens, and those
+of them beyond a chain of 1."""
 
 
 class Yields:
@@ -34,16 +34,17 @@ class Yields:
     def __init__(self) -> None:
         self._first = Rates((0.0,), 1.0, YIELD_MEMORY)
         self._planned = Rates((0.0, 0.0, 0.0), 1.0, YIELD_MEMORY)
-        # By chain, in steps that tell of it: right first tokens, and right further ones. Easy texts have more of both.
+        # By chain, in steps that tell of it: right first tokens, and all further tokens. Easy texts have more of both.
         self._first_of, self._further = (Rates((0.0,) * len(CHAIN_LEVELS), 1.0, YIELD_MEMORY) for _ in range(2))
 
-    def add_planned(self, num_sequences: int, num_tokens: int, num_asked: int, num_first: float) -> None:
-        """A step of planned drafting brought the sequences so many tokens. num_asked: how many drafted; num_first: how
-        many first tokens of drafts were right, and should have been where there was none."""
-        first, further = num_first / num_sequences, num_tokens / num_sequences - 1.0
-        self._planned.add(_ASKED, num_asked / num_sequences)
-        self._planned.add(_TOKENS, further)
-        self._planned.add(_BEYOND, further - first)
+    def add_planned(self, num_sequences: int, num_asked: int, num_further: int, num_first: float) -> None:
+        """A step of planned drafting. num_asked: sequences that drafted with the model, and brought num_further tokens
+        beside one each; num_first: how many first tokens of drafts were right, and should have been where there was
+        none."""
+        first, asked, further = (number / num_sequences for number in (num_first, num_asked, num_further))
+        self._planned.add(_ASKED, asked)
+        self._planned.add(_FURTHER, further)
+        self._planned.add(_BEYOND, further - first * asked)
         if self._tells_of_chains:
             self._first.add(0, first)
 
@@ -52,26 +53,26 @@ class Yields:
         count = len(kept)
         first = sum([number > 1 for number in kept]) / count
         self._first.add(0, first)
-        for shorter in range(FIRST_CHAIN + 1, rival + 1):
+        for shorter in range(FIRST_CHAIN, rival + 1):
             most = 1 + CHAIN_LEVELS[shorter]
             self._first_of.add(shorter, first)
-            self._further.add(shorter, sum([min(number, most) for number in kept]) / count - 1.0 - first)
+            self._further.add(shorter, sum([min(number, most) for number in kept]) / count - 1.0)
 
-    def of(self, rival: int) -> float:
-        """Tokens that a step brings a sequence."""
-        if rival == NONE:
-            return 1.0
-        if rival == PLANNED and not self._tells_of_chains:
-            return 1.0 + self._planned.share(_TOKENS)
-        first, seen = self._first.share(0), self._first_of.share(rival)
+    def further(self, rival: int) -> float:
+        """Tokens that a step brings a sequence that drafts, beside one."""
+        first = self._first.share(0)
         if rival == PLANNED:
-            return 1.0 + first + self._planned.share(_BEYOND)
-        return 1.0 + first * (1.0 + (self._further.share(rival) / seen if seen else 0.0))
+            further, asked = self._planned.hits[_FURTHER], self._planned.hits[_ASKED]
+            if self._tells_of_chains:
+                return first + self._planned.hits[_BEYOND] / asked
+            return further / asked if asked else 0.0
+        seen = self._first_of.share(rival)
+        return first * (self._further.share(rival) / seen if seen else 1.0)
 
     def num_steps(self, rival: int) -> float:
         """The number of steps by which it is known what a rival that drafts brings beside none."""
         is_apart = rival == PLANNED and not self._tells_of_chains
-        return (self._planned.trials[_TOKENS] if is_apart else self._first.trials[0]) - 1.0
+        return (self._planned.trials[_ASKED] if is_apart else self._first.trials[0]) - 1.0
 
     @property
     def _tells_of_chains(self) -> bool:
