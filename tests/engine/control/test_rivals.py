@@ -212,7 +212,7 @@ def test_a_rival_that_seems_faster_soon_has_its_next_turn() -> None:
 
 
 def test_a_turn_that_ends_early_counts_for_as_much_less() -> None:
-    """A chain brings a twentieth more in one text and a fifth less in the next. Turns in the second end after the loss
+    """A chain brings 3 % more in one text and a fifth less in the next. Turns in the second end after the loss
     that a turn may have, so the chain is hardly behind by all steps of its turns together, and much by their mean."""
     rivalry, turns, texts = Rivalry(1.0, 1, can_draft=True), list[int](), 0
     for _ in range(4_000):
@@ -220,7 +220,7 @@ def test_a_turn_that_ends_early_counts_for_as_much_less() -> None:
         turns.append(rivalry.begin_call(1.2, 1.0))
         is_first = turns[-1:] != turns[-2:-1]
         texts += before is None and rivalry._other == CHAIN
-        rate = (0.8, 1.05)[texts % 2] if turns[-1] == CHAIN else 1.0
+        rate = (0.8, 1.03)[texts % 2] if turns[-1] == CHAIN else 1.0
         know(rivalry, 4)
         rivalry.count(4, 4 * rate, 4.0, is_first)
         if texts == 3:  # the third one begins
@@ -465,6 +465,17 @@ def test_a_late_outcome_without_adaptive_sequences_teaches_a_turn_nothing() -> N
         Step(StepPlan(decoding=(other,)), StepInput((Decode(0, Chain(1)),)), SimpleNamespace(read=lambda: output))
     )
     assert controller.rivals._rivalry.yields.further(CHAIN) == before
+
+
+def test_the_first_step_of_a_piece_teaches_no_tokens() -> None:
+    """Where outcomes are read late it is that of another rival's step."""
+    ours, plan = Rivals(), StepPlan(decoding=(sequence_of(slot=0), sequence_of(slot=1)))
+    calls_until(ours, plan, CHAIN)
+    for known in (0, 1):
+        before = ours._rivalry.yields.num_steps(CHAIN)
+        took(ours, 2, 1.0)
+        assert ours._rivalry.yields.num_steps(CHAIN) - before == known
+        ours.begin_call(plan, plan.decoding, COSTS, PLAN)
 
 
 def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

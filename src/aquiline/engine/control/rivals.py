@@ -50,9 +50,9 @@ TURN_MEMORY, TURN_NOISE, NOISE_MEMORY = 8, 0.03, 8
 """Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood: at
 first, and then as the pieces of the last 8 turns tell."""
 
-TOKEN_NOISE, TEXT_NOISE, LEAD, MOST_GAIN = 0.02, 0.07, 1.5, 0.5
+TOKEN_NOISE, TEXT_NOISE, LEAD, MOST_GAIN = 0.02, 0.07, 0.7, 0.5
 """The same for one sequence by the tokens that a rival brings beyond a chain of 1, and, beside none, by the text. A
-lead must be 1.5 times as large as all of it, which is by the root of their number less after several turns, or steps
+lead must be 0.7 times as large as all of it, which is by the root of their number less after several turns, or steps
 whose tokens are known. The most that a single turn may seem faster or slower."""
 
 
