@@ -485,7 +485,7 @@ def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPa
         "TURN_STEPS": 3,
         "PIECE_STEPS": 1,
         "LEAST_TURN": 1,
-        "COUNTED_STEPS": 0,
+        "COUNTED_STEPS": 1,
         "FIRST_COST": 1e9,
         "MOST_COST": 1e9,
     }

@@ -246,8 +246,6 @@ class Rivalry:
         share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
         self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
         if self._lead(mine) > LEAD:
-            pace = math.exp(self._gains[fastest] - self._gains[mine])
-            self._times = [ms * pace for ms in self._times]
             self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
             self.fastest = mine
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
