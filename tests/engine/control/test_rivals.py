@@ -372,6 +372,23 @@ def test_a_lead_of_8_percent_is_found_whatever_the_texts(fastest: int) -> None:
     assert turns[6_000:].count(fastest) > 0.8 * 6_000
 
 
+def test_a_plan_is_compared_by_the_drafts_of_the_steps_that_were_timed() -> None:
+    """It drafts for 150 of 400 steps, which then bring and take half as much again. Nothing is faster than anything."""
+    ours, mine = Rivals(), tuple(sequence_of(slot=slot) for slot in range(8))
+    plan, planned = StepPlan(decoding=mine), PLAN._replace(speedup=1.2, planned_rate=1.0, num_rows=16)
+    for number in range(20_000):
+        ours.begin_call(plan, mine, COSTS, planned)
+        drafts = number % 400 < 150
+        if ours.number == PLANNED:
+            ours.add_planned(8, 12 if drafts else 8, 8 if drafts else 0, 4 if drafts else 0, 4.0)
+            ours.add_step(0, 1.5 if drafts else 1.0)
+        else:
+            ours.add_fixed([1, 1 + (ours.number != NONE)] * 4)
+            ours.add_step(0, 1.0 if ours.number == NONE else 1.5)
+    assert ours._rivalry._gains == pytest.approx([0.0] * len(CHAIN_LEVELS), abs=0.03)
+    assert max(ours._rivalry._last_turns) > 8
+
+
 def test_sequences_that_come_take_part_in_a_turn() -> None:
     ours, one = Rivals(), sequence_of(slot=0)
     calls_until(ours, StepPlan(decoding=(one, sequence_of(slot=1), sequence_of(slot=2))), NONE)

@@ -3,7 +3,8 @@
 Texts differ more than rivals do: what one brought in its turn would say more about the text that it met there. But a
 planned step in which a sequence drafts also tells what a chain of 1 would have brought there, and a step of a chain
 what all shorter ones would have. So what is learnt is how often a chain's first token is right, in the steps of all
-rivals, and what each of them brings beyond it."""
+rivals, and what each of them brings beyond it. Of plans this is learnt for each draft: how many there are changes from
+plan to plan, and must be counted in the steps whose time is compared."""
 
 from __future__ import annotations
 
