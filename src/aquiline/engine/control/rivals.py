@@ -27,9 +27,10 @@ from aquiline.engine.pipeline import StepChoice
 from aquiline.engine.scheduler import StepPlan
 from aquiline.engine.sequence import Sequence
 
-TURN_STEPS, PIECE_STEPS, PROMPT_STEPS, COUNTED_STEPS = 64, 8, 256, 32
-"""Steps of a turn, and of each piece of it; those with prompts whose pace others with prompts are compared with; and
-those that are counted at a time between turns. All these numbers count time: a step with a prompt is many steps."""
+TURN_STEPS, PIECE_STEPS, PACE_STEPS, COUNTED_STEPS = 64, 8, 256, 32
+"""Steps of a turn, and of each piece of it; those over which the time of a step and the pace of steps with prompts are
+averaged; and those that are counted at a time between turns. All these numbers count time: a step with a prompt is many
+steps."""
 
 TURN_MS, LEAST_TURN = 250.0, 16
 """Where 64 steps take longer a turn ends after this time, but not before so many steps, nor before 64 of all its
@@ -128,7 +129,7 @@ class Rivalry:
         """The steps of a call took so long; num_steps: 0 if it had prompts. is_first: it was the first of a piece, and
         paid for the change: draft keys that were missing, caches. That counts as a cost of turns."""
         if num_steps:
-            self._num_timed = min(PROMPT_STEPS, self._num_timed + num_steps)
+            self._num_timed = min(PACE_STEPS, self._num_timed + num_steps)
             self.step_ms += (ms / num_steps - self.step_ms) * num_steps / self._num_timed
         has_prompts = not num_steps
         worth, took = self._worths[has_prompts], self._times[has_prompts]
@@ -139,7 +140,7 @@ class Rivalry:
             return
         self._ms += ms
         if self.current == self.fastest:
-            memory_ms = (PROMPT_STEPS if has_prompts else PIECE_STEPS) * self.step_ms
+            memory_ms = (PACE_STEPS if has_prompts else PIECE_STEPS) * self.step_ms
             kept = max(0.0, 1.0 - ms / memory_ms)
             self._worths[has_prompts], self._times[has_prompts] = kept * worth + worth_ms, kept * took + ms
         elif worth:
