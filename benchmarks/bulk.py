@@ -60,7 +60,7 @@ def row_of(runs: dict[str, list[RunSummary]]) -> dict[str, object]:
     row: dict[str, object] = {}
     for name, own in runs.items():
         whole, prompts, steps = (
-            paired(*([getattr(run, part) or 1.0 for run in some] for some in (runs["none"], own)))  # of no steps: 1
+            paired(*([getattr(run, part) or 1.0 for run in some] for some in (runs["none"], own)))  # 0: no such steps
             for part in ("wall_ms", "prefill_ms", "decode_ms")
         )
         last, rate = own[-1], statistics.median(run.tokens_per_s for run in own)

@@ -34,14 +34,14 @@ def source_of(decode: Decode) -> str:
     return "probe" if decode.cut is UNVERIFIED else "draft"
 
 
-def add_choice(ledger: Ledger, decode: Decode, decoded: Decoded, with_chances: bool) -> None:
-    """Enter a choice and its outcome in the ledger; with_chances: and the chances of its tokens."""
+def add_choice(ledger: Ledger, decode: Decode, decoded: Decoded, with_chances: bool) -> str:
+    """Enter a choice and its outcome in the ledger; with_chances: and the chances of its tokens. Returns its source."""
     source = source_of(decode)
     ledger.steps[source] += 1
     ledger.nodes[source] += decoded.num_drafted
     ledger.accepted[source] += len(decoded.kept) - 1
     if not with_chances:
-        return
+        return source
     if decode.proposal is not None:
         copied = [*decode.proposal.tokens]
         for end, chance in enumerate(decode.proposal.confidences, 1):
@@ -50,4 +50,5 @@ def add_choice(ledger: Ledger, decode: Decode, decoded: Decoded, with_chances: b
         for guess, token in zip(decoded.guesses, decoded.kept, strict=False):
             ledger.add_token(decode.cut.chances[guess.margin], guess.token == token)
             if guess.token != token:
-                return
+                break
+    return source

@@ -175,10 +175,9 @@ class Controller:
             if decode.cut is None and decode.proposal is None:
                 self.ledger.steps["none"] += 1
                 continue
-            if decode.proposal is None and decode.cut is not UNVERIFIED:
+            if add_choice(self.ledger, decode, decoded, is_timed) == "draft":
                 num_asked += 1
                 num_further += len(decoded.kept) - 1
-            add_choice(self.ledger, decode, decoded, is_timed)
             if guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
                 self._overlap.add(0, guesses[0].token == first)
             if guesses and record is not None:
