@@ -148,7 +148,7 @@ def test_none_takes_over_after_one_turn_where_nothing_is_planned(num_nodes: floa
     rates = (1.0, 1.02, 0.7)
     found = played(Rivalry(1.0, 8, can_draft=True), lambda _: rates, 1_600, noise=0.0, change=0.0, num_nodes=num_nodes)
     begin = found.turns.index(NONE)
-    ended = begin + 2 * (TURN_STEPS + 2 * PIECE_STEPS)
+    ended = begin + 2 * (TURN_STEPS + 3 * PIECE_STEPS)
     assert {*found.turns[ended : ended + TURN_STEPS // 2]} == {goes_on}
     assert (begin <= TURN_STEPS + 8) == (goes_on == NONE), "it does not wait where nothing is planned"
 
@@ -181,14 +181,35 @@ def test_turns_of_long_steps_have_fewer(step_ms: float, num_sequences: int, expe
     assert turns.index(CHAIN) >= expected
 
 
+@pytest.mark.parametrize(
+    "rate, slower, stall",
+    [(1.05, 0.0, 3.5), (0.97, 0.0, 1.5), (1.0, 0.001, 0.0), (1.0, -0.001, 0.0)],
+    ids=["faster", "slower", "slowing down", "speeding up"],
+)
+def test_neither_a_moment_in_which_the_machine_stands_still_nor_its_drift_misleads_a_turn(
+    rate: float, slower: float, stall: float
+) -> None:
+    """It stands still in the second piece of none's turn, or each step takes 0.1 % longer, or less, than the last."""
+    rivalry, number, num_pieces, last = Rivalry(1.0, 8, can_draft=False), 0, 0, PLANNED
+    while not rivalry.found().turns[NONE]:
+        turn = rivalry.begin_call(1.2, 1.0)
+        is_first, steps = turn != last, 1 if turn != last else min(8, rivalry.num_left)
+        num_pieces += is_first and turn == NONE
+        stands_still = not is_first and turn == NONE and num_pieces == 2
+        ms = sum(math.exp(slower * step) for step in range(number, number + steps)) + stall * stands_still
+        rivalry.count(steps, steps * (rate if turn == NONE else 1.0), ms, is_first)
+        number, last = number + steps, turn
+    assert rivalry.found().gains[NONE] == pytest.approx(math.log(rate), abs=0.005)
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
 def test_how_much_a_turn_may_mislead_is_learnt_from_its_pieces(noise: float) -> None:
-    """Pieces, eight for a turn, differ by so much from the fastest one's, each of which differs as well."""
+    """Pieces, eight for a turn, differ by so much from two of the fastest, each of which differs as well."""
     rivalry, found = Rivalry(1.0, 8, can_draft=False), list[float]()
     for _ in range(400):
         played(rivalry, lambda _: (1.0, 0.97), 400, noise=noise, change=0.0)
-        found.append(rivalry._noise_square)
-    assert math.sqrt(sum(found[200:]) / 200) == pytest.approx(noise * math.sqrt(2 / 8), rel=0.35)
+        found.append(rivalry._turn_noise)
+    assert sum(found[200:]) / 200 == pytest.approx(noise * math.sqrt(1.5 / 8), rel=0.35)
 
 
 @pytest.mark.parametrize("fastest", [PLANNED, NONE, CHAIN])

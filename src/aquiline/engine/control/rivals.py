@@ -5,15 +5,15 @@ The fastest rival at a load goes on. The others have turns, whenever what these 
 about as long as what the plan drafts is the first, and then the neighbours of the fastest one. Turns tell what time
 steps take; what they bring is learnt from all steps (yields.py), since texts differ more than rivals do.
 
-A machine is faster or slower for some hundreds of milliseconds at a time. So a turn is made of pieces of eight steps,
-and between two of them the fastest goes on for as many, whose pace the next piece is compared with. By how much the
-pieces of a turn differ, so much it may mislead.
+A machine is faster or slower for some hundreds of milliseconds at a time, and stands still for tens. So a turn is made
+of pieces of eight steps, and behind each of them the fastest goes on for as many. A piece is compared with the pace of
+the fastest on both sides, and the median of the pieces counts. By how much they differ, so much a turn may mislead.
 """
 
 from __future__ import annotations
 
 import math
-from statistics import variance
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from aquiline.backends.base import Decode
@@ -86,7 +86,7 @@ class Rivalry:
         self._worths, self._times = [0.0, 0.0], [0.0, 0.0]  # of the fastest's last steps, without and with prompts
         self._num_timed = 0  # steps that step_ms is averaged over
         self._earned = float(FIRST_COST)  # the steps that turns may cost now
-        self._noise_square, self._num_noises = TURN_NOISE * TURN_NOISE, 1
+        self._turn_noise, self._num_noises = TURN_NOISE, 1
         self._losts: list[float] = []  # of the pieces of the turn, as shares of their times
         self._other: int | None = None  # whose turn it is beside the fastest
         self._wait = 0.0  # the turns for which the fastest goes on before another's is due
@@ -147,7 +147,8 @@ class Rivalry:
             self._earned -= lost_ms / self.step_ms
             self._counted_ms += ms
             self._lost_ms += lost_ms
-            self._piece_lost_ms += lost_ms
+            self._piece_ms += ms
+            self._piece_worths[has_prompts] += worth_ms
 
     def _begin_turn(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
@@ -164,7 +165,8 @@ class Rivalry:
         if max(self._last_turns) % 4 == 3:  # the one that seems hopeless may have become the fastest
             other = min(others, key=lambda i: self._last_turns[i])
         if self._earned >= self._expected_cost(other, speedup):
-            self._begin(other)
+            self._other, self._losts, self._counted_ms, self._lost_ms = other, [], 0.0, 0.0
+            self._begin_piece(other)
 
     def _begins_with_none(self, speedup: float) -> bool:
         """Whether planned drafting goes on and promises so little that none may well be faster."""
@@ -192,11 +194,11 @@ class Rivalry:
 
     def _noise(self, rival: int) -> float:
         """By how much the rival may seem faster than the fastest without being so."""
-        turns, turn_noise = min(TURN_MEMORY, self._turns[rival]), math.sqrt(self._noise_square)
+        turns = min(TURN_MEMORY, self._turns[rival])
         if self._is_idle and rival == NONE:
-            return turn_noise / math.sqrt(turns)
+            return self._turn_noise / math.sqrt(turns)
         size = self._num_sequences / TURN_STEPS
-        noise = (turn_noise + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
+        noise = (self._turn_noise + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
         if NONE in (rival, self.fastest):
             known = self.yields.num_steps(self.fastest if rival == NONE else rival)
             noise += TEXT_NOISE / math.sqrt(size * max(1.0, known))
@@ -215,45 +217,50 @@ class Rivalry:
         self.current, self._other = self.fastest, None
         self._ms, self._wait = 0.0, turns
 
-    def _begin(self, rival: int) -> None:
-        self.current = self._other = rival
-        self._ms = self._counted_ms = self._lost_ms = self._piece_lost_ms = 0.0
-        self._losts.clear()
+    def _begin_piece(self, rival: int) -> None:
+        self.current, self._ms = rival, 0.0
+        self._piece_worths, self._piece_ms, self._paces = [0.0, 0.0], 0.0, self._fastest_paces()
 
     def _end_piece(self, other: int) -> None:
-        """A piece has ended, of the rival whose turn it is or of the fastest between two of these."""
+        """A piece has ended, of the rival whose turn it is or of the fastest behind one of these."""
         if self.current == other:
-            self._losts.append(self._piece_lost_ms / self._ms)
-            self._piece_lost_ms = 0.0
-            if self._counted_ms >= self._turn_steps * self.step_ms or self._lost_ms > MOST_LOST * self.step_ms:
-                self._end_turn(other)
-                return
-        self.current = self.fastest if self.current == other else other
-        self._ms = 0.0
+            self.current, self._ms = self.fastest, 0.0
+            return
+        if self._piece_ms:
+            paces = zip(self._piece_worths, self._paces, self._fastest_paces(), strict=True)
+            fastest_ms = sum([worth * (before + behind) / 2 for worth, before, behind in paces])
+            self._losts.append(1.0 - fastest_ms / self._piece_ms)
+        if self._counted_ms >= self._turn_steps * self.step_ms or self._lost_ms > MOST_LOST * self.step_ms:
+            self._end_turn(other)
+        else:
+            self._begin_piece(other)
+
+    def _fastest_paces(self) -> list[float]:
+        """The time in which the fastest did a millisecond's worth just now, in steps without prompts and with them."""
+        return [took / (worth or math.inf) for worth, took in zip(self._worths, self._times, strict=True)]
 
     def _lead(self, rival: int) -> float:
         """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
         gain = self._gains[rival] - self._gains[self.fastest]
-        head_start = LEAD * math.sqrt(self._noise_square) * (self._is_idle and rival == NONE)
+        head_start = LEAD * self._turn_noise * (self._is_idle and rival == NONE)
         return (gain + head_start) / self._noise(rival)
 
     def _end_turn(self, mine: int) -> None:
-        fastest = self.fastest
         # A turn of bad luck ends early. Did it count as much as any other, rivals would all seem slower.
         weight = min(1.0, self._counted_ms / (self._turn_steps * self.step_ms))
         self._turns[mine] += weight
         self._last_turns[mine] = max(self._last_turns) + 1
         number = min(TURN_MEMORY, self._turns[mine])
-        share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - self._lost_ms / self._counted_ms))
-        self._gains[mine] += (self._gains[fastest] + math.log(share) - self._gains[mine]) * weight / number
+        share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - median(self._losts)))
+        self._gains[mine] += (self._gains[self.fastest] + math.log(share) - self._gains[mine]) * weight / number
         if self._lead(mine) > LEAD:
             self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
             self.fastest = mine
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
         if len(self._losts) > 1:
             self._num_noises = min(NOISE_MEMORY, self._num_noises + 1)
-            of_turn = variance(self._losts) * PIECE_STEPS / self._turn_steps
-            self._noise_square += (of_turn - self._noise_square) / self._num_noises
+            of_turn = stdev(self._losts) * math.sqrt(PIECE_STEPS / self._turn_steps)
+            self._turn_noise += (of_turn - self._turn_noise) / self._num_noises
         self._wait_for(NEXT_WAIT)
 
 
@@ -330,8 +337,7 @@ class Rivals:
             worth_ms = tokens * self._token_ms + self._chunk_ms
             num_steps = 0 if self._chunk_ms else self._num_steps
             self._rivalry.count(num_steps, worth_ms, self._ms, self._is_first)
-        self._num_steps, self._num_tokens, self._num_drafts = 0, 0, 0
-        self._ms, self._is_paused = 0.0, False
+        self._num_steps, self._num_tokens, self._num_drafts, self._ms, self._is_paused = 0, 0, 0, 0.0, False
         if not is_same:
             self._mine, self._choice = mine, None
             self._rivalry = self._rivalry_of(plan, mine, costs)
