@@ -54,8 +54,8 @@ class Phase:
         """The requests' prompts."""
         if self.text not in ("quote", "json", "edit"):
             return prompts_of(llm, is_chat, self.text, self.context, self.batch)
-        write = chats if is_chat else continued
-        return [llm.encode(write(self.text, text, i)) for i, text in enumerate(sources(llm, self.text, self.batch))]
+        write, texts = chats if is_chat else continued, sources(llm, self.text, self.batch + 1)
+        return [llm.encode(write(self.text, texts, number)) for number in range(1, self.batch + 1)]
 
     def visit(self, llm: LLM, is_chat: bool, rounds: int, rng: random.Random) -> None:
         """Requests that begin anew, and rounds of all settings on them."""
