@@ -29,7 +29,9 @@ from aquiline.metrics import RunSummary
 from aquiline.spec.adaptive import Adaptive
 from aquiline.spec.drafting import Chain, Drafting, NoDraft
 
-SETTINGS: dict[str, Drafting] = {"none": NoDraft(), "chain-1": Chain(1), "chain-2": Chain(2), "adaptive": Adaptive()}
+SETTINGS: dict[str, Drafting] = {
+    "none": NoDraft(), "chain-1": Chain(1), "chain-2": Chain(2), "chain-3": Chain(3), "adaptive": Adaptive(),
+}  # fmt: skip
 MAX_CONTEXT = 1024
 
 

@@ -20,7 +20,8 @@ def test_chains_and_plans_are_compared_on_the_same_texts() -> None:
         if is_easy and number % 2 == 0:
             yields.add_chain(CHAIN, [1 + is_right])
         else:
-            yields.add_planned(1, 1, is_right + (rng.random() < 0.1), is_right)
+            further = is_right + (rng.random() < 0.1)
+            yields.add_planned(1, 1 + further, 1, further, is_right)
     assert yields.further(PLANNED) - yields.further(CHAIN) == pytest.approx(0.1, abs=0.03)
     assert yields.further(CHAIN) == pytest.approx(0.4, abs=0.05)
 
@@ -30,7 +31,7 @@ def test_a_chain_is_not_taken_for_a_plan_that_seldom_drafts() -> None:
     them three further tokens."""
     yields = Yields()
     for number in range(400):
-        yields.add_planned(2, *((2, 3) if number % 10 == 5 else (0, 0)), 1.6)
+        yields.add_planned(2, *((5, 2, 3) if number % 10 == 5 else (2, 0, 0)), 1.6)
         if number % 10 == 0:
             yields.add_chain(CHAIN, [2, 1])
     assert yields.further(CHAIN) == pytest.approx(0.5, abs=0.03) and yields.further(PLANNED) == pytest.approx(1.5)
@@ -45,5 +46,5 @@ def test_a_chain_tells_what_shorter_ones_bring() -> None:
     rivals = (CHAIN, CHAIN_2, CHAIN_3)
     assert [yields.further(rival) for rival in rivals] == pytest.approx([0.75, 1.25, 1.5], abs=0.02)
     for _ in range(400):
-        yields.add_planned(2, 2, 0, 0.0)
+        yields.add_planned(2, 2, 2, 0, 0.0)
     assert [yields.further(rival) for rival in rivals] == pytest.approx([0.375, 0.625, 0.75], abs=0.02)

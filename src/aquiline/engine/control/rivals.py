@@ -43,9 +43,9 @@ MOST_LOST, FIRST_WAIT, NEXT_WAIT, HOPELESS_WAIT = 4, 2, 1, 40
 """The steps after whose loss a turn ends. Numbers of turns for which another one waits: the first; each further one,
 whose cost must have been earned; and those where no other rival may well be faster, at most."""
 
-LITTLE_SPEEDUP = 1.15
-"""Where a plan promises less than this speedup, none has its turn first, as soon as it can be told: costs that were
-learnt from steps that draft err by as much for steps that do not."""
+LITTLE_SPEEDUP, NOTHING = 1.15, 0.02
+"""Where a plan promises less than this speedup, none has its turn first: costs that were learnt from steps that draft
+err by as much for others. Where it drafts nothing, and brings under 0.02 tokens beside one, none goes on at once."""
 
 TURN_MEMORY, TURN_NOISE, NOISE_MEMORY = 8, 0.03, 8
 """Turns that a rival's gain is averaged over. By what share one may seem faster in a turn by the machine's mood: at
@@ -77,9 +77,7 @@ class Rivalry:
 
     def __init__(self, step_ms: float, num_sequences: int, can_draft: bool) -> None:
         self.current = self.fastest = PLANNED
-        self.step_ms = step_ms
-        self._num_sequences = num_sequences
-        self._is_idle = False  # planned drafting is the fastest, and drafts nothing: none does the same for less
+        self.step_ms, self._num_sequences = step_ms, num_sequences
         count = len(CHAIN_LEVELS) if can_draft else FIRST_CHAIN
         self._gains, self._turns = [0.0] * count, [0.0] * count  # logarithms of rates, beside each other
         self._last_turns = [0] * count  # the number of each one's last turn
@@ -117,9 +115,11 @@ class Rivalry:
     def begin_call(self, speedup: float, num_nodes: float) -> int:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
-        self._is_idle = len(self._gains) > FIRST_CHAIN and num_nodes < 0.5 and self.fastest == PLANNED
         steps = self._ms / self.step_ms
-        if self._other is None:
+        if self._does_nothing(num_nodes):
+            self._gains[NONE], self._turns[NONE] = max(self._gains[:FIRST_CHAIN]), max(1.0, self._turns[NONE])
+            self._go_on_with(NONE)
+        elif self._other is None:
             self._begin_turn(steps / self._turn_steps, speedup, num_nodes)
         elif steps >= PIECE_STEPS:
             self._end_piece(self._other)
@@ -150,6 +150,16 @@ class Rivalry:
             self._piece_ms += ms
             self._piece_worths[has_prompts] += worth_ms
 
+    def _does_nothing(self, num_nodes: float) -> bool:
+        """Whether planned drafting goes on and brings nothing. None does the same for less, which no turn need tell."""
+        is_known = self._other is None and self._num_timed >= self._turn_steps and self.yields.of_plans < NOTHING
+        return is_known and num_nodes < 0.5 and self._begins_with_none(1.0)
+
+    def _go_on_with(self, rival: int) -> None:
+        if rival != self.fastest:  # beside a new one others are little known
+            self.fastest, self._turns = rival, [min(1.0, turns) for turns in self._turns]
+        self._wait_for(NEXT_WAIT)
+
     def _begin_turn(self, turns: float, speedup: float, num_nodes: float) -> None:
         """Begin another rival's turn if it is due and its cost was earned. turns: for how many the fastest has gone on
         since the last one."""
@@ -169,7 +179,7 @@ class Rivalry:
             self._begin_piece(other)
 
     def _begins_with_none(self, speedup: float) -> bool:
-        """Whether planned drafting goes on and promises so little that none may well be faster."""
+        """Whether planned drafting goes on, and promises little."""
         return len(self._gains) > FIRST_CHAIN and self.fastest == PLANNED and speedup < LITTLE_SPEEDUP
 
     def _others(self, speedup: float, num_nodes: float) -> list[int]:
@@ -195,8 +205,6 @@ class Rivalry:
     def _noise(self, rival: int) -> float:
         """By how much the rival may seem faster than the fastest without being so."""
         turns = min(TURN_MEMORY, self._turns[rival])
-        if self._is_idle and rival == NONE:
-            return self._turn_noise / math.sqrt(turns)
         size = self._num_sequences / TURN_STEPS
         noise = (self._turn_noise + TOKEN_NOISE / math.sqrt(size * self._turn_steps)) / math.sqrt(turns)
         if NONE in (rival, self.fastest):
@@ -239,12 +247,6 @@ class Rivalry:
         """The time in which the fastest did a millisecond's worth just now, in steps without prompts and with them."""
         return [took / (worth or math.inf) for worth, took in zip(self._worths, self._times, strict=True)]
 
-    def _lead(self, rival: int) -> float:
-        """By how much the rival seems faster than the fastest, as a share of what it may seem without a reason."""
-        gain = self._gains[rival] - self._gains[self.fastest]
-        head_start = LEAD * self._turn_noise * (self._is_idle and rival == NONE)
-        return (gain + head_start) / self._noise(rival)
-
     def _end_turn(self, mine: int) -> None:
         # A turn of bad luck ends early. Did it count as much as any other, rivals would all seem slower.
         weight = min(1.0, self._counted_ms / (self._turn_steps * self.step_ms))
@@ -253,15 +255,13 @@ class Rivalry:
         number = min(TURN_MEMORY, self._turns[mine])
         share = max(math.exp(-MOST_GAIN), min(math.exp(MOST_GAIN), 1.0 - median(self._losts)))
         self._gains[mine] += (self._gains[self.fastest] + math.log(share) - self._gains[mine]) * weight / number
-        if self._lead(mine) > LEAD:
-            self._turns = [min(1.0, turns) for turns in self._turns]  # beside the new one others are little known
-            self.fastest = mine
+        leads = self._gains[mine] - self._gains[self.fastest] > LEAD * self._noise(mine)
+        self._go_on_with(mine if leads else self.fastest)
         self._earned = max(-MOST_COST, min(MOST_COST, self._earned))
         if len(self._losts) > 1:
             self._num_noises = min(NOISE_MEMORY, self._num_noises + 1)
             of_turn = stdev(self._losts) * math.sqrt(PIECE_STEPS / self._turn_steps)
             self._turn_noise += (of_turn - self._turn_noise) / self._num_noises
-        self._wait_for(NEXT_WAIT)
 
 
 class RivalryKey(NamedTuple):
@@ -367,7 +367,7 @@ class Rivals:
         self._num_tokens += num_tokens - num_further
         self._num_drafts += num_asked
         if not self._is_first:
-            self._rivalry.yields.add_planned(num_sequences, num_asked, num_further, num_first)
+            self._rivalry.yields.add_planned(num_sequences, num_tokens, num_asked, num_further, num_first)
 
     def add_fixed(self, kept: list[int]) -> None:
         """A step in the turn of a fixed setting brought each adaptive sequence so many tokens. A backend whose outcomes

@@ -24,6 +24,9 @@ YIELD_MEMORY = 1024
 MOSTLY = 0.5
 """The share of sequences that must draft in planned steps for these to tell of chains."""
 
+PLAN_MEMORY = 128
+"""The same, of how much planned steps bring at all."""
+
 _ASKED, _FURTHER, _BEYOND = range(3)
 """What is counted of planned steps, for each sequence: those that draft with the model, their further tokens, and those
 of them beyond a chain of 1."""
@@ -35,13 +38,17 @@ class Yields:
     def __init__(self) -> None:
         self._first = Rates((0.0,), 1.0, YIELD_MEMORY)
         self._planned = Rates((0.0, 0.0, 0.0), 1.0, YIELD_MEMORY)
+        self._more = Rates((1.0,), 1.0, PLAN_MEMORY)
         # By chain, in steps that tell of it: right first tokens, and all further tokens. Easy texts have more of both.
         self._first_of, self._further = (Rates((0.0,) * len(CHAIN_LEVELS), 1.0, YIELD_MEMORY) for _ in range(2))
 
-    def add_planned(self, num_sequences: int, num_asked: int, num_further: int, num_first: float) -> None:
-        """A step of planned drafting. num_asked: sequences that drafted with the model, and brought num_further tokens
-        beside one each; num_first: how many first tokens of drafts were right, and should have been where there was
-        none."""
+    def add_planned(
+        self, num_sequences: int, num_tokens: int, num_asked: int, num_further: int, num_first: float
+    ) -> None:
+        """A step of planned drafting brought the sequences so many tokens. num_asked: sequences that drafted with the
+        model, and brought num_further tokens beside one each; num_first: how many first tokens of drafts were right,
+        and should have been where there was none."""
+        self._more.add(0, num_tokens / num_sequences - 1.0)
         first, asked, further = (number / num_sequences for number in (num_first, num_asked, num_further))
         self._planned.add(_ASKED, asked)
         self._planned.add(_FURTHER, further)
@@ -69,6 +76,12 @@ class Yields:
             return further / asked if asked else 0.0
         seen = self._first_of.share(rival)
         return first * (self._further.share(rival) / seen if seen else 1.0)
+
+    @property
+    def of_plans(self) -> float:
+        """Tokens that a planned step brings a sequence beside one, by drafts and copies, in the last ones. It counts as
+        one more before the first step."""
+        return self._more.share(0)
 
     def num_steps(self, rival: int) -> float:
         """The number of steps by which it is known what a rival that drafts brings beside none."""
