@@ -18,14 +18,11 @@ CHAIN_LEVELS = (-1, 0, 1, 2, 3, 5)
 PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
 """The numbers of some rivals."""
 
-YIELD_MEMORY = 1024
-"""Number of steps at which half of what was learnt of them is forgotten."""
+YIELD_MEMORY, PLAN_MEMORY = 1024, 128
+"""Numbers of steps at which half of what was learnt of them is forgotten; the second of what plans bring at all."""
 
 MOSTLY = 0.5
 """The share of sequences that must draft in planned steps for these to tell of chains."""
-
-PLAN_MEMORY = 128
-"""The same, of how much planned steps bring at all."""
 
 _ASKED, _FURTHER, _BEYOND = range(3)
 """What is counted of planned steps, for each sequence: those that draft with the model, their further tokens, and those
