@@ -116,8 +116,8 @@ class Rivalry:
         """Whose turn the next call is. speedup, num_nodes: what planned drafting is expected to bring, and the nodes
         that it verifies for a sequence."""
         steps = self._ms / self.step_ms
-        if self._does_nothing(num_nodes):
-            self._gains[NONE], self._turns[NONE] = max(self._gains[:FIRST_CHAIN]), max(1.0, self._turns[NONE])
+        if self._does_nothing(speedup, num_nodes):
+            self._gains[NONE], self._turns[NONE] = max(self._gains[:FIRST_CHAIN]), 1.0
             self._go_on_with(NONE)
         elif self._other is None:
             self._begin_turn(steps / self._turn_steps, speedup, num_nodes)
@@ -150,10 +150,10 @@ class Rivalry:
             self._piece_ms += ms
             self._piece_worths[has_prompts] += worth_ms
 
-    def _does_nothing(self, num_nodes: float) -> bool:
+    def _does_nothing(self, speedup: float, num_nodes: float) -> bool:
         """Whether planned drafting goes on and brings nothing. None does the same for less, which no turn need tell."""
         is_known = self._other is None and self._num_timed >= self._turn_steps and self.yields.of_plans < NOTHING
-        return is_known and num_nodes < 0.5 and self._begins_with_none(1.0)
+        return is_known and num_nodes < 0.5 and self._begins_with_none(speedup)
 
     def _go_on_with(self, rival: int) -> None:
         if rival != self.fastest:  # beside a new one others are little known

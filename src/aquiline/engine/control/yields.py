@@ -76,8 +76,8 @@ class Yields:
 
     @property
     def of_plans(self) -> float:
-        """Tokens that a planned step brings a sequence beside one, by drafts and copies, in the last ones. It counts as
-        one more before the first step."""
+        """Tokens that a planned step brings a sequence beside one, by drafts and copies, in the last ones; 1 before the
+        first."""
         return self._more.share(0)
 
     def num_steps(self, rival: int) -> float:
