@@ -4,9 +4,10 @@
         --questions held-out=FILE mt-bench=FILE --out DIR
 
 The engine answers the first turn of every question through the target's chat template, with each draft and a chain,
-greedily and at a temperature. Tau is what its steps committed; with --simulate the tau that training's judgement
-predicts for the same texts stands beside it. Answers must be the same for all drafts, token for token, or the script
-fails. Writes curve.json and curve.png into OUT and ends with one JSON line.
+greedily and at a temperature. Tau is what its steps committed; behind it stands how much that is beside the first
+draft, with its 95 % interval over questions. With --simulate the tau that training's judgement predicts for the same
+texts stands there, too. Answers must be the same for all drafts, token for token, or the script fails. Writes
+curve.json and curve.png into OUT and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aquiline.models.files import resolve
 from aquiline.spec.drafting import Chain
 from aquiline.text.chat_template import ChatTemplate
 from aquiline.train.batches import Assembler
+from aquiline.train.learner.generation import paired_interval
 from aquiline.train.simulated_tau import HeldOut, JudgedText
 from aquiline.train.teacher import Teacher, Views
 
@@ -42,6 +44,9 @@ class Point:
     tau: float
     by_position: list[float]
     num_tokens: int
+    ratio: float
+    """Steps of the first draft over this one's, for the same texts."""
+    ratio_interval: tuple[float, float]
     simulated_tau: float | None = None
 
 
@@ -96,6 +101,7 @@ def main() -> None:
     drafting = Chain(args.num_spec_tokens)
     points: list[Point] = []
     written: dict[tuple[str, float], list[list[int]]] = {}
+    first: dict[tuple[str, float], np.ndarray] = {}
     for name, draft in args.drafts:
         engine = EngineConfig(max_batch=args.max_batch, max_context=2048)
         llm = LLM(args.target, draft, draft_dtype=args.draft_dtype, drafting=drafting, engine=engine)
@@ -113,14 +119,24 @@ def main() -> None:
                 texts = [output.token_ids for output in result.outputs]
                 if written.setdefault((set_name, temperature), texts) != texts:
                     raise SystemExit(f"{name}: other answers to {set_name} at temperature {temperature} than before")
+                steps = np.array([output.metrics.num_steps for output in result.outputs], np.float64)
+                before = first.setdefault((set_name, temperature), steps)
+                ratio, interval = float(before.sum() / steps.sum()), paired_interval(before, steps)
                 counters = result.summary.counters
                 num_tokens = sum(map(len, texts))
                 simulated = simulator.tau(result.outputs, temperature) if simulator else None
-                point = Point(name, set_name, temperature, counters.tau, counters.per_position, num_tokens, simulated)
+                point = Point(
+                    name, set_name, temperature, counters.tau, counters.per_position, num_tokens, ratio, interval,
+                    simulated,
+                )  # fmt: skip
                 points.append(point)
                 positions = " ".join(f"{share:.2f}" for share in point.by_position)
                 told = "" if simulated is None else f"  simulated {simulated:.3f}"
-                print(f"{name:>12} {set_name:12} t={temperature:g}  tau {point.tau:.3f}{told}  {positions}", flush=True)
+                beside = f"{ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+                print(
+                    f"{name:>12} {set_name:12} t={temperature:g}  tau {point.tau:.3f}{told}  {beside}  {positions}",
+                    flush=True,
+                )
     (args.out / "curve.json").write_text(json.dumps([vars(p) for p in points], indent=1) + "\n")
     draw(points, args.out / "curve.png")
     print(json.dumps({"points": len(points), "out": str(args.out)}))

@@ -4,9 +4,10 @@ About an hour and a half on two quiet cores. The rules: every figure a median ov
 interval; in every round all settings run in turn, another one first; decoding by the wall clock for every engine; peers
 swept over the lengths that our chains are, llama.cpp with flash attention and without; nothing is written from
 uncommitted source. Which parts run can be named (--only), and which comparisons (--comparison); results of others stay.
-The part `eval` needs a file of questions with categories (--questions), which is not in the repository. --smoke runs
-all of them for seconds, in a folder of its own, and writes no page. Needs the extra `peers`, llama.cpp's
-server (benchmarks/llama_server.py) and the weights of `smollm2`. Ends with one JSON line.
+The part `eval` asks the pair's own questions and those of a folder (--questions) with EAGLE's mt_bench.jsonl,
+gsm8k.jsonl and humaneval.jsonl, which is not in the repository. --smoke runs all of them for seconds, in a folder of
+its own, and writes no page. Needs the extra `peers`, llama.cpp's server (benchmarks/llama_server.py) and the weights of
+`smollm2`. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from compared import published, read_comparisons
 from conversions.converted import cached
 from restored import STORED, restore
 
+from aquiline.bench.data.datasets import load_questions
 from aquiline.bench.results.result import DIRTY, commit, read_results
 from aquiline.bench.results.table import summary
 from aquiline.bench.tables import Table
-from aquiline.models.known_pairs import SMOLLM2, SMOLLM2_WEIGHTS
+from aquiline.models.known_pairs import PAIRS, SMOLLM2, SMOLLM2_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -90,6 +92,8 @@ EVALUATION = ["--target", SMOLLM2, "--lengths", "128", "--temperature", "0", "1"
 FIXED = {1: ["--num-spec-tokens", "1", "2", "3", "--trees", "2x2x6"], 4: ["--num-spec-tokens", "1", "2"]}
 """By questions that are answered together, from which number on: the fixed settings beside adaptive drafting."""
 BATCHES = (1, 4, 8, 16)
+PUBLIC: dict[str, int | None] = {"mt_bench": None, "gsm8k": 30, "humaneval": 30}
+"""Files of --questions and how many of each are asked, the first ones; None: all."""
 SUITE = ["--target", "bundled", "--temperature", "0", "0.8", "--num-spec-tokens", "2", "3", "5"]
 LOADS = [
     ["--scenario", "baseline", "single", "batch", "large-context", "stress"],
@@ -102,7 +106,7 @@ SMOKE_COMPARE = ["--repeats", "1", "--new-tokens", "9", "--prompt-tokens", "32"]
 
 @dataclass(frozen=True)
 class Job:
-    """Where results go, whether this is a smoke run, the comparisons that run, and the questions of the evaluation."""
+    """Where results go, whether this is a smoke run, the comparisons that run, and the folder of public questions."""
 
     results: Path
     smoke: bool
@@ -142,19 +146,32 @@ def _demo_table(found: dict[str, Any]) -> str:
 def evaluation(job: Job) -> str:
     """SmolLM2's answers by kind of question and by how many are answered together."""
     if job.questions is None:
-        raise SystemExit("eval: needs questions with categories; --questions FILE")
+        raise SystemExit("eval: needs a folder with EAGLE's question files; --questions DIR")
+    asked = evaluation_questions(job.questions)
     out = job.results / "eval"
     out.mkdir(parents=True, exist_ok=True)
     for batch in BATCHES:
         with tempfile.TemporaryDirectory() as folder:
             fixed = FIXED[max(least for least in FIXED if least <= batch)]
             count = ["--count", "2"] if job.smoke else []
-            _run(["eval", *EVALUATION, *fixed, "--dataset", str(job.questions), "--batch", f"{batch}", *count,
+            dataset = Path(folder) / "questions.jsonl"
+            dataset.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
+            _run(["eval", *EVALUATION, *fixed, "--dataset", str(dataset), "--batch", f"{batch}", *count,
                   "--out", folder])  # fmt: skip
             keep_evaluation(Path(folder) / "eval.json", out / f"batch{batch}.json")
             if batch == 1 and not job.smoke:
                 shutil.copy(Path(folder) / "eval.png", ROOT / "docs" / "evaluation.png")
     return evaluation_tables(out)
+
+
+def evaluation_questions(folder: Path) -> list[dict[str, Any]]:
+    """Rows in EAGLE's format. A public set is a category; the pair's own questions have the kinds their file names."""
+    found = [(name, each) for name, count in PUBLIC.items() for each in load_questions(folder / f"{name}.jsonl", count)]
+    found += [(each.category, each) for each in load_questions(PAIRS[SMOLLM2].questions)]
+    return [
+        {"question_id": f"{category}/{each.id}", "category": category, "turns": list(each.turns)}
+        for category, each in found
+    ]
 
 
 def keep_evaluation(found: Path, to: Path) -> None:
@@ -282,7 +299,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[name for name in PARTS if name != "eval"])
-    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--questions", type=Path, metavar="DIR", help="EAGLE's question files; `eval` needs them")
     parser.add_argument("--comparison", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     parser.add_argument("--smoke", action="store_true", help="seconds each, into a folder of its own")
     args = parser.parse_args()
