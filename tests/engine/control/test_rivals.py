@@ -14,12 +14,12 @@ from tests.engine.control.test_controller import sequence_of
 
 from aquiline.backends.base import Chunk, Decode, Decoded, StepInput, StepOutput
 from aquiline.config import EngineConfig, SamplingParams
-from aquiline.engine.control import rivals
+from aquiline.engine.control import rivalry
 from aquiline.engine.control.choices import PLAIN
 from aquiline.engine.control.controller import Controller
 from aquiline.engine.control.costs import CostTable, StepCosts, times_by_rows
 from aquiline.engine.control.planner import DraftingPlan
-from aquiline.engine.control.rivals import (
+from aquiline.engine.control.rivalry import (
     COST_SHARE,
     COUNTED_STEPS,
     FIRST_COST,
@@ -29,8 +29,8 @@ from aquiline.engine.control.rivals import (
     TURN_STEPS,
     Found,
     Rivalry,
-    Rivals,
 )
+from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.control.yields import CHAIN_LEVELS, NONE, PLANNED
 from aquiline.engine.llm import LLM
 from aquiline.engine.pipeline import Step
@@ -301,7 +301,7 @@ def test_a_turn_waits_until_what_it_should_cost_was_earned(lag: float, cost: flo
 
 def test_the_first_turn_comes_as_soon_as_there_is_a_pace() -> None:
     turns = played(Rivalry(1.0, 8, can_draft=True), lambda _: (1.0, 1.0, 1.0), 500, speedup=1.2).turns
-    assert turns.index(CHAIN) == pytest.approx(rivals.FIRST_WAIT * TURN_STEPS, abs=8)
+    assert turns.index(CHAIN) == pytest.approx(rivalry.FIRST_WAIT * TURN_STEPS, abs=8)
 
 
 COSTS = StepCosts(CostTable(*(times_by_rows([(1, 1.0), (64, 1.1)]) for _ in range(3))))
@@ -536,7 +536,7 @@ def test_texts_are_the_same_while_rivals_take_turns(monkeypatch: pytest.MonkeyPa
         "MOST_COST": 1e9,
     }
     for name, value in always.items():
-        monkeypatch.setattr(rivals, name, value)
+        monkeypatch.setattr(rivalry, name, value)
     engine = EngineConfig(max_batch=4, max_context=256, check=True, num_continuous_decode_steps=1)
     llm = LLM("bundled", drafting=Adaptive(), engine=engine)
     sampling = [SamplingParams(max_tokens=80, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]

@@ -20,8 +20,9 @@ from functools import partial
 from aquiline.backends.base import Decode
 from aquiline.engine.control.acceptance import POOL_MEMORY, PRIOR_EVENTS, Pool, Rates, Record, new_pools, pool_number
 from aquiline.engine.control.choices import PLAIN, UNVERIFIED, add_choice, chain_of, source_of
+from aquiline.engine.control.copies import beside_fixed, first_of, fitting
 from aquiline.engine.control.costs import StepCosts
-from aquiline.engine.control.planner import MIN_NODE_TOKENS, ChainWorth, DraftingPlan, Planner, StepLoad, best_copies
+from aquiline.engine.control.planner import MIN_NODE_TOKENS, ChainWorth, DraftingPlan, Planner, StepLoad
 from aquiline.engine.control.plans import TIMING_STEPS, PlanKey, Plans, rounded
 from aquiline.engine.control.rivals import Rivals
 from aquiline.engine.control.searches import Searches, SequenceSearches
@@ -102,7 +103,8 @@ class Controller:
             return None
         self._num_steps += 1
         self._call_steps = 1
-        choice = self.rivals.begin_call(plan, mine, self.costs, self._plan) or self._planned(plan, mine)
+        fixed = self.rivals.begin_call(plan, mine, self.costs, self._plan)
+        choice = self._planned(plan, mine) if fixed is None else self._beside_fixed(fixed, mine)
         self._choosing_ms = (time.perf_counter() - began) * 1e3
         self.ledger.num_chosen += 1
         self.ledger.choosing_ms += self._choosing_ms
@@ -117,7 +119,8 @@ class Controller:
         chosen = {s: self._choose(s, state) for s, state in zip(mine, states, strict=True)}
         searching_ms = (time.perf_counter() - started) * 1e3
         self._searches.end_step(self._num_steps, searching_ms, self._alone_ms, self._expected_ms, self._plan.rate)
-        self._fit_copies(chosen)
+        kept = fitting(chosen, self.costs, self._plan.rate, self._plan.num_rows, self._alone_ms)
+        chosen |= {s: found or self._states[s].uncopied for s, found in kept.items()}
         self._earn(1)
         if self._probe_ms >= self._probe_cost and not self._plans.current.is_trial:
             self._probe(mine, chosen)
@@ -125,6 +128,12 @@ class Controller:
         if most_steps > 1 and not plan.chunks:
             self._repeats = False  # until `repeated` says that it was
         return StepChoice(chosen, self._plan.row_costs, most_steps)
+
+    def _beside_fixed(self, fixed: StepChoice, mine: tuple[Sequence, ...]) -> StepChoice:
+        """A fixed setting's choice, and copies in place of its chains where they should bring more."""
+        searching = [(s, self._state_of(s).searches) for s in mine if s.proposer is not None]
+        rate = self.rivals.token_rate * len(mine)
+        return beside_fixed(fixed, searching, self._num_steps, self.costs, rate, self.rivals.further)
 
     def most_steps(self, chosen: dict[Sequence, Decode]) -> int:
         """The number of steps for which the choice may stand: until a plan is due, a turn ends, or a search for a match
@@ -157,9 +166,9 @@ class Controller:
         self._num_other_tokens = sum([len(decoded.kept) for decoded in output.decodes])
         self._steps_untimed += 1
         num_adaptive, num_tokens, num_asked, num_further, num_first, before = 0, 0, 0, 0, 0.0, self._drafted
+        num_copies = num_copied = 0  # sequences that copy, and their tokens
         self._drafted = any(decode.drafting.needs_draft_model for decode in step.message.decodes)
-        is_due = self._steps_untimed >= self._timing_steps()
-        is_timed = is_due and self._drafted == before
+        is_timed = self._steps_untimed >= self._timing_steps() and self._drafted == before
         if self.rivals.is_fixed:
             self._learn_fixed(step, is_timed)
             return
@@ -170,12 +179,16 @@ class Controller:
             guesses, first, record = decoded.guesses, decoded.kept[0], state.record
             num_adaptive += 1
             num_tokens += len(decoded.kept)
-            if record is not None:
+            is_copied = decode.proposal is not None
+            if record is not None and not is_copied:
                 num_first += guesses[0].token == first if guesses else record.share(0)
-            if decode.cut is None and decode.proposal is None:
+            if decode.cut is None and not is_copied:
                 self.ledger.steps["none"] += 1
                 continue
-            if add_choice(self.ledger, decode, decoded, is_timed) == "draft":
+            source = add_choice(self.ledger, decode, decoded, is_timed)
+            num_copies += is_copied
+            num_copied += len(decoded.kept) if is_copied else 0
+            if source == "draft":
                 num_asked += 1
                 num_further += len(decoded.kept) - 1
             if guesses and decode.proposal is not None and decode.proposal.tokens[:1] == (first,):
@@ -184,9 +197,11 @@ class Controller:
                 num_seen = decoded.root + 1 - decoded.first_draft_key
                 most_seen = min(self.draft_window or decoded.root, decoded.root)
                 record.observe(guesses, decoded.kept, 2 * num_seen < most_seen)
-        if num_adaptive:
-            self.rivals.add_planned(num_adaptive, num_tokens, num_asked, num_further, num_first)
-            self._num_other_tokens -= num_tokens
+        self._num_other_tokens -= num_tokens
+        self.rivals.add_copies(num_copied, num_copies, is_all=num_copies == num_adaptive)
+        if num_adaptive > num_copies:
+            others = num_adaptive - num_copies, num_tokens - num_copied
+            self.rivals.add_planned(*others, num_asked, num_further, num_first)
         is_learnt = num_adaptive > 0 and not step.plan.chunks  # the table does not have the cost of prompts
         self._inside_ms = sum(output.seconds.values()) * 1e3 if is_learnt and output.seconds is not None else 0.0
         if num_adaptive and is_timed:
@@ -197,14 +212,22 @@ class Controller:
     def _learn_fixed(self, step: Step, is_timed: bool) -> None:
         """Learn from a step in a fixed setting's turn: as little as costs follow the machine by."""
         source = "draft" if self._drafted else "none"
-        both = zip(step.plan.decoding, step.output.decodes, strict=True)
-        decodes = [decoded for sequence, decoded in both if sequence.is_adaptive]
-        self.ledger.steps[source] += len(decodes)
-        kept = [len(decoded.kept) for decoded in decodes]
+        others, num_copies, num_copied = [], 0, 0
+        outcomes = zip(step.plan.decoding, step.message.decodes, step.output.decodes, strict=True)
+        for sequence, decode, decoded in outcomes:
+            if sequence.is_adaptive and decode.proposal is None:
+                others.append(decoded)
+            elif sequence.is_adaptive:
+                add_choice(self.ledger, decode, decoded, is_timed)
+                num_copies += 1
+                num_copied += len(decoded.kept)
+        self.rivals.add_copies(num_copied, num_copies, is_all=not others)
+        kept = [len(decoded.kept) for decoded in others]
         self.rivals.add_fixed(kept)
-        self._num_other_tokens -= sum(kept)
+        self._num_other_tokens -= num_copied + sum(kept)
+        self.ledger.steps[source] += len(others)
         if self._drafted:
-            self.ledger.nodes[source] += sum([decoded.num_drafted for decoded in decodes])
+            self.ledger.nodes[source] += sum([decoded.num_drafted for decoded in others])
             self.ledger.accepted[source] += sum(kept) - len(kept)
         if is_timed and not step.plan.chunks:
             self._steps_untimed = 0
@@ -352,20 +375,6 @@ class Controller:
                 state.worth = self._planner.chain_worth(self._plan, state.record, most)
         return state.worth
 
-    def _fit_copies(self, chosen: dict[Sequence, Decode]) -> None:
-        """Keep the copied tokens that pay together. Each copy was chosen by a constant price of a row."""
-        copies = [(s, decode.proposal) for s, decode in chosen.items() if decode.proposal is not None]
-        if not copies:
-            return
-        plan, key_price = self._plan, self._plan.rate * self.costs.row_keys(1.0)
-        gains = [[chance - key_price * len(s.tokens) for chance in proposal.confidences] for s, proposal in copies]
-        kept = best_copies(self.costs, plan.rate, plan.num_rows, gains, self._alone_ms)
-        for (sequence, proposal), count in zip(copies, kept, strict=True):
-            if not count:
-                chosen[sequence] = self._states[sequence].uncopied
-            elif count < len(proposal.tokens):
-                chosen[sequence] = chosen[sequence]._replace(proposal=first_of(proposal, count))
-
     def _probe(self, mine: Items[Sequence], chosen: dict[Sequence, Decode]) -> None:
         """Let the draft guess for one of the sequences that do not draft, if there is time for it."""
         idle = [s for s in mine if source_of(chosen[s]) == "none" and self._states[s].record is not None]
@@ -389,8 +398,3 @@ class Controller:
         if self._plan.planned_rate > 0.0:
             tokens = sum(len(decoded.kept) for decoded in output.decodes)
             self._planner.learn_rate(tokens, self._expected_ms, self._plan.planned_rate)
-
-
-def first_of(proposal: Proposal, count: int) -> Proposal:
-    """The first tokens of a copy."""
-    return Proposal(proposal.tokens[:count], (), proposal.confidences[:count])

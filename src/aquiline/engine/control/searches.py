@@ -10,6 +10,10 @@ from dataclasses import dataclass
 PERIODS, UNCOPIED_LIMITS = (1, 2, 4, 16), (1, 4, 64)
 """After 1, 4, 64 steps without a copy, search for a match only every 2nd, 4th, 16th step."""
 
+FIXED_STEPS, FIXED_PERIOD = 4, 16
+"""Where a fixed setting goes on: at how many steps behind a copy to search for the next one. Later, and before the
+first, one of the sequences is searched every 16 steps."""
+
 SMOOTHING = 1 / 16
 """Weight of a step in the average time of searches."""
 
@@ -25,14 +29,23 @@ INITIAL_GAIN, GAIN_SMOOTHING = 1.0, 1 / 8
 class SequenceSearches:
     """When one sequence searches. only_copies: copies are all that it drafts; gain: tokens that a search should bring
     beyond what they cost, on average; last_copy: number of the step in which it copied text last, or before its first
-    step; next_step: of the step from which it searches again; is_awaited: whether a run of repeated steps ends for
+    step; next_step: of the step from which it searches again; eager_until: of the step up to which it searches at each
+    one beside a fixed setting; is_awaited: whether a run of repeated steps ends for
     that."""
 
     only_copies: bool
     gain: float = INITIAL_GAIN
     last_copy: int = 0
     next_step: int = 0
+    eager_until: int = 0
     is_awaited: bool = True
+
+    def wait(self, number: int, is_found: bool, period: int) -> None:
+        """Choose the next step from which it searches where a fixed setting goes on: the next one if it copies in step
+        `number`, or has just copied, else `period` steps later."""
+        if is_found:
+            self.last_copy, self.eager_until = number, number + FIXED_STEPS
+        self.next_step = number + (1 if number < self.eager_until else period)
 
     def plan(self, number: int, price: float, alone_price: float, rarer: int) -> None:
         """Choose the next step after step `number` from which it searches. price: tokens that a search must bring, or

@@ -36,6 +36,7 @@ class Yields:
         self._first = Rates((0.0,), 1.0, YIELD_MEMORY)
         self._planned = Rates((0.0, 0.0, 0.0), 1.0, YIELD_MEMORY)
         self._more = Rates((1.0,), 1.0, PLAN_MEMORY)
+        self._copies = Rates((1.0,), 1.0, PLAN_MEMORY)
         # By chain, in steps that tell of it: right first tokens, and all further tokens. Easy texts have more of both.
         self._first_of, self._further = (Rates((0.0,) * len(CHAIN_LEVELS), 1.0, YIELD_MEMORY) for _ in range(2))
 
@@ -62,6 +63,15 @@ class Yields:
             most = 1 + CHAIN_LEVELS[shorter]
             self._first_of.add(shorter, first)
             self._further.add(shorter, sum([min(number, most) for number in kept]) / count - 1.0)
+
+    def add_copies(self, num_further: float) -> None:
+        """In a step of any rival a sequence copied, and that brought it so many tokens beside one."""
+        self._copies.add(0, num_further)
+
+    @property
+    def of_copies(self) -> float:
+        """Tokens that a copy brings beside one. Every rival copies, so they are no rival's own."""
+        return self._copies.share(0)
 
     def further(self, rival: int) -> float:
         """Tokens that a step brings a sequence that drafts, beside one."""
