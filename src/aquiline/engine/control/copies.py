@@ -44,26 +44,26 @@ def beside_fixed(
 ) -> StepChoice:  # fmt: skip
     """A fixed setting's choice for step `number`, in which those sequences copy for which a copy should bring more than
     `least` tokens beside one, as the setting does. rate: the tokens that a millisecond must bring."""
-    copies = dict[Sequence, Decode]()
-    for sequence, searches in searching:
-        if number < searches.next_step:
-            continue
-        assert sequence.proposer is not None
-        proposal = sequence.proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
-        copy = Decode(sequence.slot, PLAIN, proposal)
-        is_found = _brought(copy) > least
-        if is_found:
-            copies[sequence] = copy
-        searches.wait(number, is_found, FIXED_PERIOD * len(searching))
-    if copies:
-        rows = sum([1 + decode.drafting.max_nodes for decode in fixed.decodes.values()])
-        fits = fitting(copies, costs, rate, rows).items()
-        paying = {s: decode for s, decode in fits if decode is not None and _brought(decode) > least}
-        fixed = fixed._replace(decodes={**fixed.decodes, **paying})
-    is_awaited = any(searches.next_step == number + 1 for _, searches in searching)
-    return fixed._replace(most_steps=1) if is_awaited else fixed
+    due = [(sequence, searches) for sequence, searches in searching if number >= searches.next_step]
+    copies = {sequence: _copy(sequence) for sequence, _ in due}
+    worthy = {sequence: copy for sequence, copy in copies.items() if _further(copy) > least}
+    rows = sum([decode.drafting.max_nodes for decode in fixed.decodes.values()]) if worthy else 0
+    fits = fitting(worthy, costs, rate, rows).items()
+    paying = {sequence: copy for sequence, copy in fits if copy is not None and _further(copy) > least}
+    for sequence, searches in due:
+        searches.wait(number, sequence in paying, FIXED_PERIOD * len(searching))
+    if not any(searches.next_step == number + 1 for _, searches in searching):
+        return fixed
+    return fixed._replace(decodes={**fixed.decodes, **paying}, most_steps=1)
 
 
-def _brought(decode: Decode) -> float:
+def _copy(sequence: Sequence) -> Decode:
+    """What follows the sequence's latest tokens where they stood before."""
+    assert sequence.proposer is not None
+    proposal = sequence.proposer.propose(sequence.tokens, sequence.request.drafting.max_depth)
+    return Decode(sequence.slot, PLAIN, proposal)
+
+
+def _further(copy: Decode) -> float:
     """Tokens that a copy should bring beside one."""
-    return sum(decode.proposal.confidences) if decode.proposal is not None else 0.0
+    return sum(copy.proposal.confidences) if copy.proposal is not None else 0.0
