@@ -50,8 +50,10 @@ def test_tokens_that_do_not_pay_are_not_copied_and_what_is_left_must_bring_more_
     dear = StepCosts(CostTable(*(times_by_rows([(1, 1.0), (6, 1.1), (7, 9.0), (64, 99.0)]) for _ in range(3))))
     sequence = sequence_of(Copies(lambda _: True, 0.9, 0.8, 0.7))
     for least, tokens in ((1.1, (1, 2)), (1.8, None)):
-        found = beside([(sequence, SequenceSearches(False))], 1, dear, least).decodes[sequence].proposal
+        choice = beside([(sequence, SequenceSearches(False))], 1, dear, least)
+        found = choice.decodes[sequence].proposal
         assert (found and found.tokens) == tokens
+        assert choice.most_steps == (1 if tokens else 32), "a copy that does not pay is not searched for at once again"
 
 
 def test_a_sequence_that_copies_is_searched_at_every_step_and_another_seldom() -> None:
