@@ -19,7 +19,8 @@ PLANNED, NONE, FIRST_CHAIN = 0, 1, 2
 """The numbers of some rivals."""
 
 YIELD_MEMORY, PLAN_MEMORY = 1024, 128
-"""Numbers of steps at which half of what was learnt of them is forgotten; the second of what plans bring at all."""
+"""Numbers of steps at which half of what was learnt of them is forgotten; the second of what plans bring at all, and
+of copies."""
 
 MOSTLY = 0.5
 """The share of sequences that must draft in planned steps for these to tell of chains."""
@@ -43,9 +44,9 @@ class Yields:
     def add_planned(
         self, num_sequences: int, num_tokens: int, num_asked: int, num_further: int, num_first: float
     ) -> None:
-        """A step of planned drafting brought the sequences so many tokens. num_asked: sequences that drafted with the
-        model, and brought num_further tokens beside one each; num_first: how many first tokens of drafts were right,
-        and should have been where there was none."""
+        """A step of planned drafting brought the sequences that do not copy so many tokens. num_asked: sequences that
+        drafted with the model, and brought num_further tokens beside one each; num_first: how many first tokens of
+        drafts were right, and should have been where there was none."""
         self._more.add(0, num_tokens / num_sequences - 1.0)
         first, asked, further = (number / num_sequences for number in (num_first, num_asked, num_further))
         self._planned.add(_ASKED, asked)
@@ -86,7 +87,7 @@ class Yields:
 
     @property
     def of_plans(self) -> float:
-        """Tokens that a planned step brings a sequence beside one, by drafts and copies, in the last ones; 1 before the
+        """Tokens that a planned step brings a sequence that does not copy, beside one, in the last ones; 1 before the
         first."""
         return self._more.share(0)
 
