@@ -123,7 +123,8 @@ class Rivals:
     def add_planned(
         self, num_sequences: int, num_tokens: int, num_asked: int, num_further: int, num_first: float
     ) -> None:
-        """A step of planned drafting brought the sequences so many tokens. For the others see Yields."""
+        """A step of planned drafting brought the sequences that do not copy so many tokens. For the others see
+        Yields."""
         self._num_tokens += num_tokens - num_further
         self._num_drafts += num_asked
         if not self._is_first:

@@ -30,8 +30,7 @@ class SequenceSearches:
     """When one sequence searches. only_copies: copies are all that it drafts; gain: tokens that a search should bring
     beyond what they cost, on average; last_copy: number of the step in which it copied text last, or before its first
     step; next_step: of the step from which it searches again; eager_until: of the step up to which it searches at each
-    one beside a fixed setting; is_awaited: whether a run of repeated steps ends for
-    that."""
+    one beside a fixed setting; is_awaited: whether a run of repeated steps ends for that."""
 
     only_copies: bool
     gain: float = INITIAL_GAIN
